@@ -146,6 +146,7 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	if locator, ok := s.Network.(Locator); ok {
 		in.Location = locator.Location()
 	}
+
 	for l := range s.Ledger.Leases() {
 		p := PeerReport{Lease: *l, Refused: s.log.refused[l.Key], Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key)}
 		if objects && inspector != nil {

@@ -57,6 +57,7 @@ func (e Env) narrowing(ctx context.Context, r Reconciler, scope dataplane.Scope)
 			before[route.Dst] = route.MTU
 		}
 	}
+
 	n := &narrowing{Reconciler: r, scope: scope, notifier: NewNotifier(ctx)}
 	c := pathmtu.Config{Limit: e.PathLimit, Before: before, Resized: n.notifier.Notify}
 	if c.Limit == nil {
@@ -67,6 +68,7 @@ func (e Env) narrowing(ctx context.Context, r Reconciler, scope dataplane.Scope)
 			e.Warn("FlannelPathMTU", fmt.Sprintf("%s at %s carries packets of up to %d bytes, before %d, of %d: %s", c.Subnet, c.PublicIP, c.Now, c.Before, c.Full, c.Key))
 		}
 	}
+
 	n.prober = pathmtu.NewProber(c)
 	n.notifier.Forward(r.Changed())
 	n.notifier.Go(n.prober.Run)
@@ -121,6 +123,7 @@ func (n *narrowing) narrow(l subnet.Lease, objects []dataplane.Object, base data
 			routes = append(routes, r)
 		}
 	}
+
 	n.prober.Aim(l.Key, paths)
 	for i, r := range routes {
 		mtu := n.prober.Size(paths[i].Subnet)
@@ -167,6 +170,7 @@ func pathBy(r dataplane.Route, e subnet.Endpoint, base dataplane.State) (_ pathm
 	if !ok {
 		return pathmtu.Path{}, false
 	}
+
 	for a := range base.Addrs {
 		if from := a.Prefix.Addr(); a.Dev == r.Dev && from.Is4() == e.Subnet.Addr().Is4() {
 			return pathmtu.Path{

@@ -62,6 +62,7 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	if peers.All || p.objects == nil || p.stale && time.Since(p.lastCall) >= p.Volatile {
 		return p.all(ctx, peers)
 	}
+
 	var removed, added []dataplane.Object
 	for _, key := range peers.Changed {
 		want, err := p.desired(ctx, key, peers)
@@ -75,6 +76,7 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 		removed = append(removed, without(have, want)...)
 		added = append(added, without(want, have)...)
 	}
+
 	report, err := p.Update(ctx, removed, added, peers.Complete)
 	o, refused := p.outcome(report)
 	p.stale = p.stale || p.Volatile > 0 && report.Rerouted // this pass has called Desired only for changed leases
@@ -110,6 +112,7 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	if n := p.narrower(); n != nil {
 		n.retain(peers.Leases)
 	}
+
 	keys := slices.Collect(maps.Keys(peers.Leases))
 	objects := make([][]dataplane.Object, len(keys))
 	errs := make([]error, len(keys))
@@ -129,10 +132,12 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	for i, key := range keys {
 		p.remember(key, objects[i])
 	}
+
 	want := dataplane.NewState()
 	for _, of := range p.objects {
 		want.Add(of...)
 	}
+
 	want.AddState(p.Base)
 	report, err := p.Reconcile(ctx, want, peers.Complete)
 	o, refused := p.outcome(report)

@@ -128,6 +128,7 @@ func (r Registry) one(env Env) (Backend, []string, error) {
 			return r.located(env, func(env Env) (Backend, []string, error) { return entry.Factory(raw, env) }, s.SameLocation())
 		}
 		return b, warnings, err
+
 	case cfg.Backend == nil:
 		return nil, nil, fmt.Errorf("%w: the network configuration has no Backend, which means %q: set Backend.Type to one of %s",
 			ErrUnknownType, cfg.BackendType, strings.Join(r.Types(), ", "))
@@ -142,6 +143,7 @@ func (r Registry) overflow(c *CloudBackend, warnings []string) (Backend, []strin
 	if tunnel := r.entries[c.Overflow.Type]; !tunnel.Overflows || r.combine == nil {
 		return nil, nil, fmt.Errorf("Backend.Overflow is %q: want %s, or an object with this Type and its keys", subnet.Shorten(c.Overflow.Type), strings.Join(r.tunnels(), ", "))
 	}
+
 	env := c.Env
 	env.Elsewhere = true
 	env.Config.BackendType = c.Overflow.Type
@@ -150,6 +152,7 @@ func (r Registry) overflow(c *CloudBackend, warnings []string) (Backend, []strin
 	if err != nil {
 		return nil, nil, fmt.Errorf("Overflow: %w", err)
 	}
+
 	for _, w := range more {
 		warnings = append(warnings, "Overflow: "+w)
 	}
@@ -169,6 +172,7 @@ func (r Registry) located(env Env, between func(Env) (Backend, []string, error),
 	if !entry.Inside || r.locate == nil {
 		return nil, nil, fmt.Errorf("Backend.SameLocation is %q: want one of %s, or an object with this Type and its keys", subnet.Shorten(same.Type), strings.Join(r.insides(), ", "))
 	}
+
 	_, probes, err := r.probesMTU(same.Raw, entry)
 	if err != nil {
 		return nil, nil, fmt.Errorf("SameLocation: %w", err)
@@ -176,6 +180,7 @@ func (r Registry) located(env Env, between func(Env) (Backend, []string, error),
 	if probes || env.ProbesMTU {
 		return nil, nil, fmt.Errorf("Backend has both MTU %q and SameLocation, which do not work together: remove one of them", probe)
 	}
+
 	inside := func(env Env) (Backend, []string, error) {
 		env.Config.BackendType = same.Type
 		env.Config.Backend = same.Raw
@@ -238,6 +243,7 @@ func (r Registry) probesMTU(raw json.RawMessage, e Entry) (_ json.RawMessage, pr
 	if json.Unmarshal(raw, &keys) != nil || len(keys.MTU) == 0 || keys.MTU[0] != '"' || json.Unmarshal(keys.MTU, &text) != nil {
 		return raw, false, nil // the factory says what is wrong
 	}
+
 	switch known := strings.EqualFold(text, probe); {
 	case known && e.ProbesMTU:
 		return subnet.WithoutKey(raw, "MTU"), true, nil

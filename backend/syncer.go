@@ -176,6 +176,7 @@ func (s *Syncer) step(ctx context.Context) error {
 	if set.Complete { // before that, the leases are those on disk, which the last process has logged
 		s.log.shared(ctx, s.arbiter.SharedChanges())
 	}
+
 	s.log.result(ctx, err)
 	if s.err = err; err == nil {
 		s.lastSync = time.Now()
@@ -227,6 +228,7 @@ func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 	expired := s.Ledger.Expire(time.Now())
 	set = Set{All: s.all || expired, Complete: s.complete, Unreadable: s.Ledger.HasUnreadable()}
 	pass = Pass{Answered: s.answered, Complete: s.complete, News: s.news || expired}
+
 	// The leases that are gone come first, so that leases in their place do not contradict
 	// them.
 	set.Changed = slices.SortedFunc(maps.Keys(s.changed), func(a, b string) int {
@@ -235,12 +237,14 @@ func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 	if s.Broadcasts != nil && (set.All || len(set.Changed) > 0) {
 		s.arbiter.Broadcasts = s.Broadcasts()
 	}
+
 	for _, key := range set.Changed {
 		set.All = set.All || !s.validate(key)
 	}
 	if set.All {
 		s.validateAll()
 	}
+
 	set.Leases = s.arbiter.Accepted()
 	set.Refused = s.refusedLeases
 	s.all = false
@@ -261,11 +265,13 @@ func (s *Syncer) mayDiffer(set Set, byKernel []subnet.Refusal, failed bool) map[
 			keys[key] = struct{}{}
 		}
 	}
+
 	add(s.kernel)
 	maps.DeleteFunc(s.kernel, func(key, _ string) bool { return !failed || set.Leases[key] == nil })
 	for _, r := range byKernel {
 		s.kernel[r.Key] = r.Reason
 	}
+
 	add(s.kernel)
 	if set.All {
 		add(s.log.refused)
@@ -274,6 +280,7 @@ func (s *Syncer) mayDiffer(set Set, byKernel []subnet.Refusal, failed bool) map[
 			keys[r.Key] = struct{}{}
 		}
 	}
+
 	for _, key := range set.Changed {
 		keys[key] = struct{}{}
 	}
@@ -353,12 +360,14 @@ func (s *Syncer) validateAll() {
 	for l := range s.Ledger.Leases() {
 		all = append(all, subnet.Claimant{Lease: l})
 	}
+
 	clear(s.moving)
 	if s.Migrated {
 		for _, c := range all {
 			s.noteMoving(c.Lease)
 		}
 	}
+
 	why := make([]string, n)
 	parallel.For(n, func(i int) { all[i], why[i] = s.check(all[i].Lease) })
 	s.unusable = map[string]string{}
@@ -382,6 +391,7 @@ func (s *Syncer) refusedLeases() []*subnet.Lease {
 	for _, r := range s.arbiter.AllRefused() {
 		keys = append(keys, r.Key)
 	}
+
 	var leases []*subnet.Lease
 	for _, key := range keys {
 		if l := s.Ledger.Lease(key); l != nil {
@@ -411,11 +421,13 @@ func (s *Syncer) check(l *subnet.Lease) (c subnet.Claimant, unusable string) {
 	if !ok {
 		return c, fmt.Sprintf("its backend type is %q, ours %q", subnet.Shorten(l.BackendType), s.Config.BackendType)
 	}
+
 	c.Lease = used
 	checked := *used
 	if checked.Endpoints = s.enabled(used.Endpoints); len(checked.Endpoints) == 0 {
 		return c, ""
 	}
+
 	identities, err := s.Network.Check(checked)
 	if err != nil {
 		return c, err.Error()

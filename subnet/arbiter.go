@@ -113,11 +113,13 @@ func (a *Arbiter) Change(c Claimant) bool {
 		old = Claimant{Lease: l, Identities: a.identitiesOf[key]}
 		a.withdraw(old)
 	}
+
 	// An endpoint that is refused may still be the reason why another one is.
 	if c, contested := a.contested[key]; contested {
 		old = c
 		had = true
 	}
+
 	delete(a.contested, key)
 	delete(a.refused, key)
 
@@ -201,6 +203,7 @@ func (a *Arbiter) admit(c Claimant) bool {
 			return false
 		}
 	}
+
 	for _, id := range c.Identities {
 		if _, taken := a.identities[id]; taken {
 			return false
@@ -304,6 +307,7 @@ func (a *Arbiter) whatRemains(c Claimant, taken func(id string) (whose, by strin
 		}
 		return whose != ""
 	}
+
 	for rest = c; slices.ContainsFunc(rest.Identities, isTaken); rest = rest.less() {
 		if rest.Less == nil {
 			return rest, false
@@ -335,6 +339,7 @@ func (a *Arbiter) checkAlone(c Claimant) Claimant {
 		_, enabled := a.cfg.Network(e.Family())
 		return !enabled
 	}
+
 	c = c.without(disabled)
 	if len(c.Lease.Endpoints) == 0 {
 		a.refuse(c, "has no subnet of an enabled address family", "")
@@ -391,6 +396,7 @@ func (a *Arbiter) accept(c Claimant) {
 	if len(c.Identities) > 0 {
 		a.identitiesOf[key] = c.Identities
 	}
+
 	for _, e := range c.Lease.Endpoints {
 		a.prefixes.add(e.Subnet, prefixOwner{lease: c.Lease, family: e.Family()})
 		host := prefixOwner{lease: c.Lease, family: e.Family(), public: true}
@@ -399,6 +405,7 @@ func (a *Arbiter) accept(c Claimant) {
 		}
 		a.prefixes.add(prefix.Host(e.PublicIP), host)
 	}
+
 	for _, id := range c.Identities {
 		a.identities[id] = key
 	}
@@ -416,6 +423,7 @@ func (a *Arbiter) withdraw(c Claimant) {
 			a.prefixes.remove(prefix.Host(e.PublicIP))
 		}
 	}
+
 	for _, id := range c.Identities {
 		delete(a.identities, id)
 	}
@@ -428,6 +436,7 @@ func (a *Arbiter) validate(n Network, e Endpoint) string {
 	if !prefix.Contains(n.Prefix, s) {
 		return fmt.Sprintf("%s is outside the Network %s", s, n.Prefix)
 	}
+
 	for _, r := range reserved() {
 		if r.Overlaps(s) {
 			return fmt.Sprintf("%s overlaps %s, which is not for pods", s, r)

@@ -25,6 +25,7 @@ func Changes(from, to Config) []string {
 			changes = append(changes, fmt.Sprintf("%s %v -> %v", name, from, to))
 		}
 	}
+
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 		a := networkOf(from, f)
 		b := networkOf(to, f)
@@ -33,6 +34,7 @@ func Changes(from, to Config) []string {
 			note(f.String()+" subnets", a.pool, b.pool)
 		}
 	}
+
 	note("EnableNFTables", from.NFTables, to.NFTables)
 	note("NonMasqueradeCIDRs", sortedPrefixes(from.NonMasquerade), sortedPrefixes(to.NonMasquerade))
 	note("Backend.Type", from.BackendType, to.BackendType)
@@ -78,6 +80,7 @@ func backendChanges(key string, from, to json.RawMessage) []string {
 			names[folded] = key.name
 		}
 	}
+
 	var changes []string
 	for _, folded := range slices.Sorted(maps.Keys(names)) {
 		old := a[folded]

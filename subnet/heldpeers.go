@@ -55,6 +55,7 @@ func (h *heldPeers) add(l *Lease, until time.Time) {
 	if len(h.until) == 0 {
 		*h = heldPeers{until: map[string]time.Time{}, bySubnet: new(bart.Table[[]string]), byPublicIP: map[netip.Addr][]string{}, earliest: until, latest: until}
 	}
+
 	h.until[l.Key] = until
 	if until.Before(h.earliest) {
 		h.earliest = until
@@ -62,6 +63,7 @@ func (h *heldPeers) add(l *Lease, until time.Time) {
 	if until.After(h.latest) {
 		h.latest = until
 	}
+
 	for _, e := range l.Endpoints {
 		if e.Subnet.IsValid() {
 			h.bySubnet.Modify(e.Subnet, func(keys []string, _ bool) ([]string, bool) { return with(keys, l.Key), false })
@@ -79,6 +81,7 @@ func (h *heldPeers) remove(l *Lease) {
 		*h = heldPeers{}
 		return
 	}
+
 	delete(h.until, l.Key)
 	for _, e := range l.Endpoints {
 		if e.Subnet.IsValid() {
@@ -126,11 +129,13 @@ func (h *heldPeers) contradictedBy(u Update) []string {
 	if len(h.until) == 0 {
 		return nil
 	}
+
 	var found []string
 	for _, lease := range u.Changed {
 		if lease == nil {
 			continue
 		}
+
 		for _, e := range lease.Endpoints {
 			if e.Subnet.IsValid() {
 				for _, keys := range h.bySubnet.Supernets(e.Subnet) {
@@ -145,6 +150,7 @@ func (h *heldPeers) contradictedBy(u Update) []string {
 			}
 		}
 	}
+
 	slices.Sort(found)
 	return slices.DeleteFunc(slices.Compact(found), func(key string) bool {
 		return u.Changed[key] != nil || slices.Contains(u.Undecodable, key)
@@ -157,11 +163,13 @@ func (h *heldPeers) shorten(now time.Time) {
 	if !h.latest.After(latest) {
 		return
 	}
+
 	for key, until := range h.until {
 		if until.After(latest) {
 			h.until[key] = latest
 		}
 	}
+
 	h.latest = latest
 	if h.earliest.After(latest) {
 		h.earliest = latest
@@ -173,6 +181,7 @@ func (h *heldPeers) expired(now time.Time) (keys []string) {
 	if len(h.until) == 0 || now.Before(h.earliest) {
 		return nil
 	}
+
 	h.earliest = h.latest
 	for key, until := range h.until {
 		switch {

@@ -107,6 +107,7 @@ func members(raw json.RawMessage) (all []member) {
 	if begin, err := d.Token(); err != nil || begin != json.Delim('{') {
 		return nil
 	}
+
 	for d.More() {
 		key, err := d.Token()
 		if err != nil {
@@ -137,6 +138,7 @@ func fieldNames(v any) []string {
 	if t.Kind() != reflect.Struct {
 		return nil
 	}
+
 	var names []string
 	for f := range t.Fields() {
 		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")

@@ -90,6 +90,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	for _, lease := range s.Leases {
 		peers[lease.Key] = knownLease{lease, cmp.Or(l.peers[lease.Key].since, now)}
 	}
+
 	l.unreadable = map[string]struct{}{}
 	for _, key := range s.Undecodable {
 		if peer, there := l.peers[key]; there {
@@ -98,11 +99,13 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 			l.unreadable[key] = struct{}{}
 		}
 	}
+
 	contradicted := sync.OnceValue(func() func(*Lease) bool { return contradictions(s.Leases, l.peers) })
 	for key, peer := range l.peers {
 		if _, current := peers[key]; current {
 			continue
 		}
+
 		until, before := l.held.until[key]
 		if !before && same {
 			continue
@@ -116,6 +119,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 			held.add(peer.Lease, until)
 		}
 	}
+
 	l.peers = peers
 	l.synced = true
 	l.held = held
@@ -130,12 +134,14 @@ func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 	if !l.synced || u.Changed == nil || u.Store.ID != l.store.ID || u.Store.Revision < l.store.Revision {
 		return nil, false
 	}
+
 	l.store = u.Store
 	l.held.shorten(now)
 	dropped = l.held.contradictedBy(u)
 	for _, key := range dropped {
 		l.remove(key)
 	}
+
 	for _, key := range u.Undecodable {
 		if peer, there := l.peers[key]; there {
 			l.held.remove(peer.Lease)
@@ -143,6 +149,7 @@ func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 			l.unreadable[key] = struct{}{}
 		}
 	}
+
 	for key, lease := range u.Changed {
 		delete(l.unreadable, key)
 		switch _, held := l.held.until[key]; {
@@ -251,6 +258,7 @@ func contradictions(leases []*Lease, peers map[string]knownLease) func(*Lease) b
 			before[locationOf(e)]++
 		}
 	}
+
 	var subnets prefixTable
 	moved := map[location]struct{}{}
 	for _, lease := range leases {

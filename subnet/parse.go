@@ -98,6 +98,7 @@ func (w wireConfig) config() (cfg Config, err error) {
 		if n.enabled && !network.Prefix.IsValid() {
 			return cfg, w.missing(n.family)
 		}
+
 		for _, r := range unroutable() {
 			if n.enabled && prefix.Contains(r.Prefix, network.Prefix) {
 				return cfg, fmt.Errorf("%s: %s is %s and reaches no other host: want another range, for example %q",
@@ -148,6 +149,7 @@ func (n wireNetwork) parse() (Network, error) {
 			return Network{}, err
 		}
 	}
+
 	for _, a := range []struct {
 		name string
 		raw  json.RawMessage

@@ -37,6 +37,7 @@ func (n Network) Pool() (Pool, error) {
 	if !last.IsValid() {
 		last = netip.PrefixFrom(prefix.Last(n.Prefix), length).Masked().Addr()
 	}
+
 	for _, a := range []struct {
 		name string
 		addr netip.Addr
@@ -81,6 +82,7 @@ func (n Network) subnetLen() (int, error) {
 		usual = 64
 		longest = 126
 	}
+
 	bits := n.Prefix.Bits()
 	switch {
 	case n.SubnetLen > longest:
@@ -88,6 +90,7 @@ func (n Network) subnetLen() (int, error) {
 	case n.SubnetLen > 0 && n.SubnetLen < bits+2:
 		return 0, fmt.Errorf("network must be able to accommodate at least four subnets: %s is %d, %s is %s",
 			keyName(f, "SubnetLen"), n.SubnetLen, keyName(f, "Network"), n.Prefix)
+
 	case n.SubnetLen > 0:
 		return n.SubnetLen, nil
 	case bits+2 > longest:
@@ -133,11 +136,13 @@ func (p Pool) Pick(taken []netip.Prefix, rnd *rand.Rand) (s netip.Prefix, ok boo
 	if !p.first.IsValid() {
 		return netip.Prefix{}, false
 	}
+
 	for range guesses {
 		if s, ok := p.at(below(p.Size(), rnd)); ok && !slices.ContainsFunc(taken, s.Overlaps) {
 			return s, true
 		}
 	}
+
 	spans := p.spans(taken)
 	free := p.Size()
 	for _, t := range spans {
@@ -146,6 +151,7 @@ func (p Pool) Pick(taken []netip.Prefix, rnd *rand.Rand) (s netip.Prefix, ok boo
 	if free.Sign() <= 0 {
 		return netip.Prefix{}, false
 	}
+
 	// The n-th free subnet comes after all taken spans that start at or below it.
 	n := below(free, rnd)
 	for _, t := range spans {
@@ -191,6 +197,7 @@ func (p Pool) spans(taken []netip.Prefix) []span {
 		if !t.IsValid() || t.Addr().BitLen() != p.first.Addr().BitLen() {
 			continue
 		}
+
 		low := t.Masked().Addr()
 		high := prefix.Last(t)
 		if high.Less(p.first.Addr()) || prefix.Last(p.last).Less(low) {
@@ -204,6 +211,7 @@ func (p Pool) spans(taken []netip.Prefix) []span {
 		}
 		all = append(all, span{p.index(low), p.index(high)})
 	}
+
 	slices.SortFunc(all, func(a, b span) int { return cmp.Or(a.from.Cmp(b.from), a.to.Cmp(b.to)) })
 	merged := all[:0]
 	for _, s := range all {

@@ -99,6 +99,7 @@ func (s *sharedPublicIPs) changes() []SharedPublicIP {
 		}
 		all = append(all, SharedPublicIP{a, keysOf(leases)})
 	}
+
 	clear(s.changed)
 	slices.SortFunc(all, compareShared)
 	return all

@@ -20,6 +20,7 @@ func (p Pool) Usage(leases []Lease) Usage {
 	if !p.first.IsValid() {
 		return Usage{}
 	}
+
 	var reserved, all []netip.Prefix
 	for _, l := range leases {
 		for _, e := range l.Endpoints {
@@ -29,6 +30,7 @@ func (p Pool) Usage(leases []Lease) Usage {
 			}
 		}
 	}
+
 	kept := p.covered(reserved)
 	taken := p.covered(all)
 	return Usage{

@@ -26,6 +26,7 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 		vpc: service{name: "vpc", version: "2016-04-28"},
 		ecs: service{name: "ecs", version: "2014-05-26"},
 	}
+
 	for _, value := range []struct {
 		path string
 		to   *string
@@ -34,6 +35,7 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 			return nil, err
 		}
 	}
+
 	c.Keys = provider(cfg, c.Metadata)
 	if c.vpc.endpoint, err = access.Endpoint("ALIBABA_CLOUD_VPC_ENDPOINT", "https://vpc."+c.region+".aliyuncs.com"); err != nil {
 		return nil, err

@@ -99,11 +99,13 @@ func classify(permission, table string, e *access.Error) error {
 		return &cloud.MissingError{Permissions: []string{permission}, Page: page}
 	case is("QuotaExceeded", "QuotaExceeded.RouteEntry", "RouteEntryQuotaExceeded"):
 		return &cloud.QuotaError{Table: table}
+
 	// The codes after SystemBusy mean that another change, of the table or the VPC, has not ended.
 	case strings.HasPrefix(e.Code, "Throttling") || e.Status == http.StatusTooManyRequests || strings.HasPrefix(e.Code, "IncorrectStatus") ||
 		is("SystemBusy", "TaskConflict", "OperationConflict", "OperationFailed.DistibuteLock", "LastTokenProcessing",
 			"IncorrectRouteEntryStatus", "IncorrcetRouteEntryStatus", "IncorrectVpcStatus", "IncorrectVSwitchStatus"):
 		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Code)
+
 	case strings.HasPrefix(e.Code, "InvalidAccessKeyId") || strings.HasPrefix(e.Code, "InvalidSecurityToken") || strings.HasPrefix(e.Code, "InvalidTimeStamp") ||
 		is("SignatureDoesNotMatch", "IncompleteSignature", "SignatureNonceUsed", "MissingSecurityToken"):
 		return access.Refused(name, e.Code)

@@ -57,6 +57,7 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 		}
 		v.api = api
 	}
+
 	id, primary, err := v.api.vSwitch(ctx, v.addresses)
 	if err != nil {
 		return nil, err
@@ -64,6 +65,7 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 	if !primary {
 		return nil, fmt.Errorf("the external interface is not the primary network interface of %s, to which routes to an instance lead: choose that one by --iface", v.api.instance)
 	}
+
 	answer, err := v.vSwitch(ctx, id)
 	if err != nil {
 		return nil, err
@@ -118,12 +120,14 @@ func (v *vpc) convert(e entry) (cloud.Route, bool) {
 	if len(e.Hops.All) > 0 {
 		hop = e.Hops.All[0]
 	}
+
 	switch {
 	case e.Type == system:
 		r.Target = cloud.LocalTarget
 	case hop.ID != "":
 		r.Target = hop.ID
 	}
+
 	switch {
 	case len(e.Hops.All) > 1:
 		r.Foreign = "which has several next hops"
@@ -194,6 +198,7 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 			table.Routes = append(table.Routes, r)
 		}
 	}
+
 	tables := []cloud.Table{table}
 	other := func(r cloud.Route) bool {
 		return r.State == cloud.Carrying && r.Target != v.api.instance && strings.HasPrefix(r.Target, "i-")
@@ -211,6 +216,7 @@ func (v *vpc) states(ctx context.Context, ids []string) (map[string]cloud.State,
 	if _, ok := instances[v.api.instance]; !ok { // an answer without this instance may also be without others that run
 		return nil, fmt.Errorf("%w about this instance yet: ECS does not know %s", cloud.ErrUnavailable, v.api.instance)
 	}
+
 	states := map[string]cloud.State{}
 	for id, i := range instances {
 		if states[id] = cloud.Carrying; !i.runs() {
@@ -270,6 +276,7 @@ func (v *vpc) describe(ctx context.Context, params url.Values, all map[string]in
 		if err := v.api.call(ctx, v.api.ecs, "DescribeInstances", params, &answer); err != nil {
 			return err
 		}
+
 		for _, i := range answer.Instances.All {
 			all[i.ID] = i
 		}
@@ -308,6 +315,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 			return err
 		}
 	}
+
 	err := v.api.call(ctx, v.api.vpc, "CreateRouteEntry", v.createParams(r), nil)
 	if err == nil {
 		return v.await(ctx, r)
@@ -400,6 +408,7 @@ func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 	if !slices.ContainsFunc(now, same) {
 		return nil
 	}
+
 	err = v.api.call(ctx, v.api.vpc, "DeleteRouteEntry", removeParams(r), nil)
 	if absent(err) {
 		return nil
@@ -420,6 +429,7 @@ func (v *vpc) Check(ctx context.Context) error {
 	if err := cloud.CheckRanges(tables, v.networks, "the VPC", name); err != nil {
 		return err
 	}
+
 	// These ranges are for documentation, so the calls would do no harm even if they were not dry runs.
 	var rights cloud.Rights
 	for _, n := range v.networks {
@@ -427,6 +437,7 @@ func (v *vpc) Check(ctx context.Context) error {
 		if prefix.FamilyOf(n.Addr()) == prefix.IPv6 {
 			nowhere.Dst = netip.MustParsePrefix("2001:db8::/64")
 		}
+
 		for _, call := range []struct {
 			action string
 			params url.Values

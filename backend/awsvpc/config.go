@@ -46,6 +46,7 @@ func (t *tableIDs) UnmarshalJSON(raw []byte) error {
 		}
 		return nil
 	}
+
 	var many []string
 	if json.Unmarshal(raw, &many) != nil {
 		return errTableIDs
@@ -66,6 +67,7 @@ func parseConfig(raw json.RawMessage) (config, []string, error) {
 	if slices.Contains(c.RouteTableID, "") {
 		return c, nil, errors.New(`Backend.RouteTableID contains an empty string: want ids such as "rtb-0123456789abcdef0"`)
 	}
+
 	for _, f := range c.RouteTableFilter {
 		if name, value, ok := strings.Cut(f, "="); !ok || name == "" || value == "" {
 			return c, nil, fmt.Errorf(`Backend.RouteTableFilter contains %q: want name=value, such as "tag:cluster=blue"`, subnet.Shorten(f))

@@ -38,6 +38,7 @@ func connect(ctx context.Context, addresses []netip.Addr, calls *cloud.Calls) (*
 	if only6 {
 		options.EndpointMode = imds.EndpointModeStateIPv6 // AWS_EC2_METADATA_SERVICE_ENDPOINT overrides it
 	}
+
 	metadata := imds.New(options)
 	values := map[string]string{"placement/region": "", "instance-id": "", "services/domain": ""}
 	for path := range values {

@@ -144,6 +144,7 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	for _, a := range v.addresses {
 		for _, i := range instances {
 			for _, n := range i.Interfaces {
@@ -194,6 +195,7 @@ func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error
 				}
 			}
 		}
+
 		for some := range slices.Chunk(texts, maxTargets) {
 			params := filterParams(map[string][]string{"network-interface." + by.filter: some, "vpc-id": {v.own.VPC}})
 			instances, err := describeInstances(ctx, v.api, params)
@@ -209,6 +211,7 @@ func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error
 			}
 		}
 	}
+
 	tables, err := v.tablesOf(ctx, hosts, interfaces)
 	if err != nil {
 		return nil, err
@@ -232,6 +235,7 @@ func (v *vpc) tablesOf(ctx context.Context, hosts []cloud.Host, interfaces map[n
 			tables[n.Subnet] = ""
 		}
 	}
+
 	for some := range slices.Chunk(slices.Sorted(maps.Keys(tables)), maxTargets) {
 		found, err := v.describeTables(ctx, filterParams(map[string][]string{"association.subnet-id": some}))
 		if err != nil {
@@ -255,6 +259,7 @@ func (v *vpc) tablesOf(ctx context.Context, hosts []cloud.Host, interfaces map[n
 		}
 		v.main = found[0].ID
 	}
+
 	for subnet, id := range tables {
 		tables[subnet] = cmp.Or(id, v.main)
 	}
@@ -339,6 +344,7 @@ func (v *vpc) followed(ctx context.Context, chosen []routeTable) (string, error)
 	if !v.config.choosesTables() {
 		return chosen[0].ID, nil // the table of this host's subnet
 	}
+
 	main := ""
 	for _, t := range chosen {
 		for _, a := range t.Associations {
@@ -353,6 +359,7 @@ func (v *vpc) followed(ctx context.Context, chosen []routeTable) (string, error)
 	if main == "" {
 		return "", nil
 	}
+
 	others, err := v.describeTables(ctx, filterParams(map[string][]string{"association.subnet-id": {v.own.Subnet}}))
 	if err != nil || len(others) > 0 {
 		return "", err
@@ -376,6 +383,7 @@ func (v *vpc) chosen(ctx context.Context) ([]routeTable, error) {
 			return nil, fmt.Errorf("Backend.RouteTableID: %w", err)
 		}
 		return found, err
+
 	case len(v.config.RouteTableFilter) > 0:
 		filters := v.config.filters()
 		if filters["vpc-id"] == nil {
@@ -387,6 +395,7 @@ func (v *vpc) chosen(ctx context.Context) ([]routeTable, error) {
 		}
 		return found, err
 	}
+
 	found, err := v.describeTables(ctx, filterParams(map[string][]string{"association.subnet-id": {v.own.Subnet}}))
 	if err != nil || len(found) > 0 {
 		return found, err
@@ -466,6 +475,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 			return cmp.Or(err, cloud.ErrExists)
 		}
 		err := v.api.call(ctx, "ReplaceRoute", params, nil)
+
 		// EC2 also answers InvalidParameterValue if there is no route to the destination.
 		if !isCode(err, "InvalidRoute.NotFound", "InvalidParameterValue") {
 			return err
@@ -476,6 +486,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 		}
 		return err
 	}
+
 	err := v.api.call(ctx, "CreateRoute", params, nil)
 	if isCode(err, "RouteAlreadyExists") {
 		return cloud.ErrExists
@@ -524,6 +535,7 @@ func (v *vpc) Check(ctx context.Context) error {
 			return err
 		}
 	}
+
 	for _, t := range tables {
 		for _, action := range []string{"CreateRoute", "ReplaceRoute", "DeleteRoute"} {
 			params := routeParams(t.ID, v.networks[0])

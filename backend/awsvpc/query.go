@@ -100,10 +100,12 @@ func classify(action string, params url.Values, status int, text []byte) error {
 	var answer struct {
 		Errors []struct{ Code, Message string } `xml:"Errors>Error"`
 	}
+
 	e := access.NewError(status, fmt.Sprint(status), http.StatusText(status))
 	if xml.Unmarshal(text, &answer) == nil && len(answer.Errors) > 0 {
 		e = access.NewError(status, answer.Errors[0].Code, answer.Errors[0].Message)
 	}
+
 	switch e.Code {
 	case "DryRunOperation": // the call would have succeeded
 		return nil
@@ -118,6 +120,7 @@ func classify(action string, params url.Values, status int, text []byte) error {
 	case "AuthFailure", "InvalidClientTokenId", "SignatureDoesNotMatch", "ExpiredToken", "RequestExpired", "IncompleteSignature", "MissingAuthenticationToken":
 		return fmt.Errorf("EC2 refuses the credentials (%s): check the instance's role, and this host's clock", e.Code)
 	}
+
 	switch {
 	case status == http.StatusTooManyRequests:
 		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Code)

@@ -132,11 +132,13 @@ func (l Leaks[S]) Run(t *testing.T) {
 		cancel()
 		log.Info("results", "warnings", warnings, "claim", err, "join", joined, "calls", c.Calls.Counts())
 	}
+
 	for _, secret := range l.Secrets {
 		if strings.Contains(out.String(), secret) {
 			t.Errorf("the log contains %q:\n%s", secret, out.String())
 		}
 	}
+
 	for _, text := range l.Shown {
 		if !strings.Contains(out.String(), text) {
 			t.Errorf("the log does not contain %q:\n%s", text, out.String())

@@ -35,6 +35,7 @@ func (m MTU) Run(t *testing.T) {
 		for _, f := range families {
 			overhead, smallest = max(overhead, m.Overhead[f]), max(smallest, m.Overhead[f]+f.MinMTU())
 		}
+
 		cases := []struct {
 			link, key int // MTU of the link, and the value of the key MTU; 0 if it is not in the configuration
 			fits      int // the smaller one of link and key, or 0 if the backend must refuse it
@@ -46,12 +47,14 @@ func (m MTU) Run(t *testing.T) {
 				{1500, large, 1500}, {large, 1400, 1400}, {large, smallest, smallest}, {large, smallest - 1, 0},
 			}...)
 		}
+
 		for _, tc := range cases {
 			raw := `{}`
 			name := fmt.Sprintf("%v on a link with MTU %d", families, tc.link)
 			if tc.key != 0 {
 				raw, name = fmt.Sprintf(`{"MTU":%d}`, tc.key), name+fmt.Sprintf(", configured %d", tc.key)
 			}
+
 			b, _, err := m.New(json.RawMessage(raw), Env(tc.link, families...))
 			least := families[len(families)-1].MinMTU()
 			switch {

@@ -97,6 +97,7 @@ func (v VPC) Suite(t *testing.T, changes func(r *http.Request, body string) bool
 			Gaps:       func() int { return s.Succeeded(v.Delete) },
 		}
 	}
+
 	cloudtest.Run(t, open)
 	if !v.Unmarked {
 		cloudtest.RunMarked(t, open)
@@ -153,6 +154,7 @@ func (v VPC) RoutesOfOthers(t *testing.T) {
 	} {
 		s.AddRoute(vpctest.MainTable, r)
 	}
+
 	c := v.Joined(t)
 	before := s.Routes(vpctest.MainTable)
 	writes := s.Writes()
@@ -162,6 +164,7 @@ func (v VPC) RoutesOfOthers(t *testing.T) {
 	if got := cloudtest.Routes(t, c); !slices.Contains(got, RouteTo(v.Self)) {
 		t.Errorf("routes %v, want that of flannel to this instance adopted", got)
 	}
+
 	for _, target := range []string{v.Peer, "vgw-1"} {
 		if err := c.Remove(t.Context(), RouteTo(target)); err != nil {
 			t.Error(err)
@@ -206,6 +209,7 @@ func (v VPC) Clusters(t *testing.T) {
 			r.Kind = vpctest.Custom
 			s.AddRoute(vpctest.MainTable, r)
 		}
+
 		c := v.Backend(t, `{"Cluster":"`+test.cluster+`"}`).Cloud
 		if _, err := c.Join(t.Context()); err != nil {
 			t.Fatal(err)
@@ -229,6 +233,7 @@ func (v VPC) Clusters(t *testing.T) {
 		if test.left.Description != ofOther {
 			continue
 		}
+
 		for _, target := range []string{v.Self, v.Peer} {
 			if err := c.Remove(t.Context(), RouteTo(target)); err != nil {
 				t.Errorf("%s: %v", name, err)
@@ -252,6 +257,7 @@ func (v VPC) Pages(t *testing.T, subnet string) {
 		s.AddRoute(vpctest.MainTable, vpctest.Route{Dst: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5, byte(n), 0}), 24), Target: s.TargetOf(i), Kind: vpctest.Custom})
 		lost[s.TargetOf(i)] = map[string]cloud.State{"i-120": cloud.Idle, "i-329": cloud.Gone}[i.ID]
 	}
+
 	s.Stop("i-120")
 	s.Terminate("i-329")
 	found := 0
@@ -349,6 +355,7 @@ func (v VPC) Claims(t *testing.T) {
 		}
 		held.Endpoints = append(held.Endpoints, subnet.Endpoint{Subnet: dst, PublicIP: netip.MustParseAddr(own)})
 	}
+
 	missing := "permission " + v.Right + " is missing: " + v.Page + " has the policy to paste"
 	none := func(*vpctest.State) {}
 	denied := func(s *vpctest.State) { s.Deny(v.Create, true) }
@@ -466,6 +473,7 @@ func (v VPC) Leaks(t *testing.T, shown []string, faults ...Fault[*vpctest.State]
 		{`{}`, func(s *vpctest.State) { s.Terminate("i-1") }},
 		{`{}`, func(*vpctest.State) { t.Setenv(v.API, "http://127.0.0.1:1") }},
 	}
+
 	Leaks[*vpctest.State]{
 		New: v.New, Faults: append(common, faults...), Secrets: []string{vpctest.Secret, vpctest.Token}, Shown: shown,
 		Open: func(t *testing.T) *vpctest.State { s, _ := v.Open(t); return s },
@@ -491,6 +499,7 @@ func (v VPC) ManyHosts(t *testing.T, most int) {
 		i := s.AddInstance(100+n, "subnet-9", netip.AddrFrom4([4]byte{192, 168, byte(80 + n/250), byte(n % 250)}))
 		hosts = append(hosts, cloud.Host{Addresses: i.Addresses})
 	}
+
 	c := v.Backend(t, `{}`).Cloud
 	if _, err := c.Join(t.Context()); err != nil {
 		t.Fatal(err)
@@ -525,6 +534,7 @@ func (v VPC) Followers(t *testing.T, own string) {
 		i := s.AddInstance(100+n, subnet, netip.AddrFrom4([4]byte{192, 168, 80, byte(n)}))
 		hosts = append(hosts, cloud.Host{Addresses: i.Addresses})
 	}
+
 	c := v.Backend(t, `{"Overflow":"vxlan"}`).Cloud
 	if _, err := c.Join(t.Context()); err != nil {
 		t.Fatal(err)
@@ -549,6 +559,7 @@ func (v VPC) Live(t *testing.T, days int, renamed bool) {
 	for _, i := range s.Instances() {
 		s.Terminate(i.ID)
 	}
+
 	cloudtest.Connectionless(t, api)
 
 	// Each host has a metadata service of its own, because its cloud keeps the address of that.
@@ -556,6 +567,7 @@ func (v VPC) Live(t *testing.T, days int, renamed bool) {
 		address  string
 		instance atomic.Pointer[vpctest.Instance]
 	}
+
 	for n := range metadata {
 		one := &metadata[n]
 		one.address = cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

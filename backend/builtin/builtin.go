@@ -29,6 +29,7 @@ func New(o options.Options) (backend.Catalog, error) {
 	commands := extension.NewHost(extension.Settings{
 		Allow: o.AllowExtensionBackend, StateDir: o.StateDir, Name: o.StateName() + "-commands",
 	})
+
 	packets := udp.NewHost(udp.Settings{Check: tunnel.SourceCheck(o.UDPSourceCheck), Persist: o.UDPPersist})
 	encrypted := wireguard.NewHost()
 	registry, err := backend.NewRegistry(

@@ -47,6 +47,7 @@ func (c command) run(ctx context.Context, in input, timeout time.Duration) (outp
 	if !c.configured() {
 		return "", nil
 	}
+
 	ctx, cancel := context.WithTimeoutCause(ctx, timeout, errTimeout)
 	defer cancel()
 	env := environment(in.Env)
@@ -54,6 +55,7 @@ func (c command) run(ctx context.Context, in input, timeout time.Duration) (outp
 	if !c.Shell {
 		words = c.words(env)
 	}
+
 	cmd := exec.CommandContext(ctx, words[0], words[1:]...)
 	out := &buffer{}
 	cmd.Stdout = out

@@ -59,6 +59,7 @@ func parseConfig(raw json.RawMessage) (c config, warnings []string, err error) {
 	if w.CommandTimeout < 1 || w.CommandTimeout > maxTimeout {
 		return c, nil, fmt.Errorf("Backend.CommandTimeout is %d: want 1 to %d seconds", w.CommandTimeout, maxTimeout)
 	}
+
 	c.timeout = time.Duration(w.CommandTimeout) * time.Second
 	for _, one := range []struct {
 		name, line string

@@ -118,6 +118,7 @@ func (h *Host) Retire(ctx context.Context) error {
 	if !exists {
 		return nil
 	}
+
 	h.store.load(ctx)
 	timeout := time.Duration(cmp.Or(h.timeout.Load(), int64(defaultTimeout*time.Second)))
 	err = h.removeSubnets(ctx, timeout)
@@ -204,10 +205,12 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	if !b.config.pre.configured() {
 		return claim, nil
 	}
+
 	data, err := publication(b.host.store.setup().Output)
 	if err != nil {
 		return claim, err
 	}
+
 	// Other daemons expect the data in one place, with the IPv4 address if there is one.
 	claim.Endpoints[0].Data = data
 	return claim, nil
@@ -244,6 +247,7 @@ func (b *Backend) prepare(ctx context.Context, own []subnet.Endpoint) error {
 	for _, a := range iface.Addrs {
 		addrs = append(addrs, a.Local.String())
 	}
+
 	key := hash(b.config.pre, iface.Name, iface.Index, addrs)
 	if store.setup().Key == key {
 		return nil
@@ -251,6 +255,7 @@ func (b *Backend) prepare(ctx context.Context, own []subnet.Endpoint) error {
 	if b.env.Recalled && time.Since(b.host.started) < recallWait {
 		return errors.New("before commands run again, the store gets time to answer, because the configuration may have changed")
 	}
+
 	b.host.undo(ctx, b.config.timeout)
 	s := setup{Number: store.setup().Number + 1}
 	s.Undo, s.Input = b.config.shutdown, input{Env: b.ownVariables(own)} // the configuration may change again before Start

@@ -145,10 +145,12 @@ func (n *network) runCommands(ctx context.Context, peers backend.Set) (backend.O
 		in := input{Env: peerVariables(*l), Stdin: text}
 		want[l.Endpoints[0].Subnet.String()] = target{lease: key, hash: hash(n.setup, n.config.add, in), input: in}
 	}
+
 	jobs := n.dueJobs(want, peers.Complete)
 	for _, j := range jobs {
 		n.markUnsure(j)
 	}
+
 	n.host.store.flush(ctx)
 	left := n.runJobs(ctx, jobs)
 	n.host.store.flush(ctx)
@@ -175,6 +177,7 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 			}
 		}
 	}
+
 	add := func(to *[]job, j job) {
 		running := n.running[j.subnet]
 		for s := range j.old {
@@ -183,6 +186,7 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 		if e, ok := have[j.subnet]; ok {
 			j.old[j.subnet] = e
 		}
+
 		switch t, failed := n.failures[j.subnet]; {
 		case running:
 		case !failed || j.want == nil && t.hash != "" || j.want != nil && t.hash != j.want.hash:
@@ -191,6 +195,7 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 			again = append(again, j)
 		}
 	}
+
 	replaced := map[string]bool{}
 	for _, s := range slices.Sorted(maps.Keys(want)) {
 		t := want[s]
@@ -206,6 +211,7 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 		}
 		add(&fresh, j)
 	}
+
 	for _, s := range slices.Sorted(maps.Keys(have)) {
 		if _, ok := want[s]; !ok && complete && !replaced[s] {
 			add(&gone, job{subnet: s, old: map[string]entry{}})
@@ -247,6 +253,7 @@ func (n *network) runJobs(ctx context.Context, jobs []job) (left int) {
 			defer close(done)
 			n.finish(ctx, j, n.runJob(ctx, j))
 		})
+
 		timer := time.NewTimer(commandWait)
 		select {
 		case <-done:
@@ -271,6 +278,7 @@ func (n *network) runJob(ctx context.Context, j job) error {
 	if n.failed(j.subnet) { // the first failure has been logged
 		log = log.V(4)
 	}
+
 	for _, s := range slices.Sorted(maps.Keys(j.old)) {
 		if err := n.run(ctx, log, j.old[s].Undo, j.old[s].Input); err != nil {
 			if j.want == nil || ctx.Err() != nil { // if the command was killed half-way, the removal must be repeated
@@ -283,6 +291,7 @@ func (n *network) runJob(ctx context.Context, j job) error {
 	if j.want == nil {
 		return nil
 	}
+
 	e := n.entry(j.want)
 	n.host.store.setEntry(j.subnet, e)
 	if err := n.run(ctx, log, n.config.add, j.want.input); err != nil {
@@ -327,11 +336,13 @@ func (n *network) finish(ctx context.Context, j job, err error) {
 	if before, failed := n.failures[j.subnet]; failed && before.hash == t.hash {
 		t.tries += before.tries
 	}
+
 	t.next = time.Now().Add(min(minPause<<min(t.tries-1, 16), maxPause))
 	n.failures[j.subnet] = t
 	if j.want != nil {
 		return // the reason is reported with the refused lease
 	}
+
 	log := klog.FromContext(ctx)
 	switch t.tries {
 	case removeTries:

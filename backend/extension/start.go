@@ -28,6 +28,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		}
 		s.Post = post
 	}
+
 	store.setSetup(s)
 	store.flush(ctx)
 	b.host.timeout.Store(int64(b.config.timeout))
@@ -62,6 +63,7 @@ func (b *Backend) ownVariables(own []subnet.Endpoint) []string {
 			values[names.address] = a.Local.String()
 		}
 	}
+
 	var env []string
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 		n := namesOf(f)

@@ -91,6 +91,7 @@ func (s *stateStore) load(ctx context.Context) {
 	if s.loaded {
 		return
 	}
+
 	s.loaded = true
 	file, err := state.Open[appliedState](s.dir, s.name)
 	if err == nil {
@@ -187,6 +188,7 @@ func (s *stateStore) flush(ctx context.Context) {
 	if !s.changed {
 		return
 	}
+
 	file, err := state.Open[appliedState](s.dir, s.name)
 	if err == nil {
 		err = file.Save(s.now)

@@ -48,6 +48,7 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 		}
 		v.api = api
 	}
+
 	interfaces, err := v.api.interfaces(ctx)
 	if err != nil {
 		return nil, err
@@ -56,6 +57,7 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 	if i < 0 {
 		return nil, fmt.Errorf("no network interface of instance %s has an address of the external interface: the metadata service does not know %v", v.api.instance, v.addresses)
 	}
+
 	parts := strings.Split(interfaces[i].Network, "/") // projects/NUMBER/networks/NAME
 	if len(parts) != 4 {
 		return nil, fmt.Errorf("the metadata service names the VPC network %q: want projects/NUMBER/networks/NAME", interfaces[i].Network)
@@ -128,6 +130,7 @@ func (v *vpc) tableOf(all []route) cloud.Table {
 			least[r.dst()] = r.Priority
 		}
 	}
+
 	for _, r := range all {
 		if v.rivals(r) {
 			note(rivals, r)
@@ -136,6 +139,7 @@ func (v *vpc) tableOf(all []route) cloud.Table {
 			note(own, r)
 		}
 	}
+
 	table := cloud.Table{ID: v.table, Global: v.network, Own: true, Several: true}
 	seen := map[cloud.Route]bool{}
 	for _, r := range all {
@@ -185,11 +189,13 @@ func (v *vpc) list(ctx context.Context) (all []route, err error) {
 		if err := v.api.call(ctx, v.api.at("routes.list", http.MethodGet, "global/routes?"+query.Encode(), nil), &answer); err != nil {
 			return nil, err
 		}
+
 		for _, r := range answer.Items {
 			if path.Base(r.Network) == v.table && r.dst().IsValid() {
 				all = append(all, r)
 			}
 		}
+
 		more, err := transport.TurnPage(query, "pageToken", answer.Next)
 		if err != nil {
 			return nil, fmt.Errorf("routes.list: %w", err)
@@ -223,11 +229,13 @@ func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 			return cloud.ErrExists
 		}
 	}
+
 	for _, r := range wrong {
 		if c := v.convert(r); !c.Lost() && c.Target != want.Target && !replace {
 			return cloud.ErrExists
 		}
 	}
+
 	old := slices.DeleteFunc(wrong, func(r route) bool { return !r.belongsTo(v.cluster) })
 	if right {
 		return v.delete(ctx, old)
@@ -235,6 +243,7 @@ func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 	if priority < 0 {
 		return fmt.Errorf("a route to %s in %s has the priority 0, which no other route can precede: remove it", want.Dst, v.table)
 	}
+
 	r := v.wanted(want, priority)
 	err = v.insert(ctx, r)
 	if quota, full := errors.AsType[*cloud.QuotaError](err); full && !over(quota, all) {
@@ -289,11 +298,13 @@ func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (l
 	if i < 0 {
 		return old, full
 	}
+
 	former := old[i]
 	deleted := v.delete(ctx, []route{former})
 	if deleted != nil && !cloud.Transient(deleted) {
 		return old, deleted
 	}
+
 	// If the deletion got no answer, the former route may be gone all the same. So the new one is
 	// inserted without waiting for the next comparison.
 	err = v.insert(ctx, r)

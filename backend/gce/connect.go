@@ -55,6 +55,7 @@ func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, er
 		identity: identity{service: metadata.NewClient(transport.NewDirect())}, endpoints: at, http: transport.NewClient(), calls: calls,
 		poll: wait.Backoff{Least: leastPoll, Most: mostPoll},
 	}
+
 	for _, value := range []struct {
 		path string
 		to   *string
@@ -64,6 +65,7 @@ func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, er
 			return nil, err
 		}
 	}
+
 	c.number = strings.Split(c.zone+"//", "/")[1] // projects/NUMBER/zones/ZONE
 	c.zone = path.Base(c.zone)
 	return c, nil

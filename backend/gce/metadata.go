@@ -60,6 +60,7 @@ func (i *identity) bearer(ctx context.Context) (string, error) {
 	if i.token != "" && time.Now().Before(i.until) {
 		return i.token, nil
 	}
+
 	text, err := i.read(ctx, account+"token")
 	if err != nil {
 		return "", withoutAccount(err)
@@ -71,6 +72,7 @@ func (i *identity) bearer(ctx context.Context) (string, error) {
 	if json.Unmarshal([]byte(text), &answer) != nil || answer.Token == "" {
 		return "", fmt.Errorf("%w: the metadata service has sent no token", cloud.ErrUnavailable)
 	}
+
 	// The metadata service has a new token some minutes before the old one expires. So the first call
 	// of bearer in the last minute, which is tokenReserve, gets a new one.
 	i.token, i.until = answer.Token, time.Now().Add(time.Duration(answer.Seconds)*time.Second-tokenReserve)

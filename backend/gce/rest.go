@@ -93,6 +93,7 @@ func (c *client) once(ctx context.Context, r request, answer any) error {
 		}
 		body = bytes.NewReader(text)
 	}
+
 	req, err := http.NewRequestWithContext(ctx, r.method, r.url, body)
 	if err != nil {
 		return err
@@ -197,6 +198,7 @@ func decodeError(status int, text []byte) *apiError {
 	if len(answer.Error.Errors) > 0 {
 		reason = answer.Error.Errors[0].Reason
 	}
+
 	for _, d := range slices.Backward(answer.Error.Details) {
 		reason = cmp.Or(d.Reason, reason)
 	}

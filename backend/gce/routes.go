@@ -137,6 +137,7 @@ func (r route) convert(table, cluster, own string) cloud.Route {
 	if c.Target != own {
 		c.State = r.state()
 	}
+
 	switch {
 	case len(r.Tags) > 0:
 		c.Foreign = "which counts only for some instances"

@@ -31,6 +31,7 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	if vrf := env.Underlay.VRF; vrf != "" {
 		return nil, nil, fmt.Errorf("host-gw does not work in a VRF: %s belongs to %s, but the routes to pods are in the main table; use vxlan, or name another interface with --iface", env.Underlay.Name, vrf)
 	}
+
 	for _, a := range env.Underlay.Addrs {
 		if a.Public != a.Local {
 			return nil, nil, fmt.Errorf("host-gw does not work behind NAT: the public address %s is not assigned to this host (%s has %s)",

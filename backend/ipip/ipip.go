@@ -44,6 +44,7 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	if err != nil {
 		return nil, nil, err
 	}
+
 	for _, n := range env.Config.Networks {
 		f := n.Family()
 		if mtu := env.Underlay.MTU - kinds[f].overhead; mtu < f.MinMTU() {
@@ -93,6 +94,7 @@ func (b *Backend) Usable(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+
 	for _, n := range b.env.Config.Networks {
 		k := kinds[n.Family()]
 		addr, ok := b.env.Underlay.Family(n.Family())

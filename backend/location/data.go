@@ -50,6 +50,7 @@ func canonical(raw json.RawMessage) []byte {
 			lower[strings.ToLower(key)] = object[key]
 		}
 	}
+
 	delete(lower, "type")
 	text, err := json.Marshal(lower)
 	if err != nil { // cannot happen: the value was decoded from JSON

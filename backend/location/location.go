@@ -55,6 +55,7 @@ func New(env backend.Env, same backend.SameLocation, between, inside func(backen
 	if b.inside, more, err = inside(half); err != nil {
 		return nil, nil, fmt.Errorf("SameLocation: %w", err)
 	}
+
 	for _, w := range more {
 		warnings = append(warnings, "SameLocation: "+w)
 	}
@@ -63,6 +64,7 @@ func New(env backend.Env, same backend.SameLocation, between, inside func(backen
 			return nil, nil, fmt.Errorf("SameLocation has UDP port %d, which %s also has: want another one", port, env.Config.BackendType)
 		}
 	}
+
 	b.sides.between = backend.NewSide(b.between, env.Config.BackendType)
 	b.sides.inside = backend.NewSide(b.inside, same.Type)
 	return b, warnings, nil
@@ -153,6 +155,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	if err != nil {
 		return subnet.Claim{}, fmt.Errorf("SameLocation: %w", err)
 	}
+
 	for i, e := range inside.Endpoints {
 		d := data{Name: b.env.Location, Type: b.sides.inside.Type, Config: b.digest, Address: e.PublicIP, Data: e.Data}
 		if claim.Endpoints[i].Data, err = d.addTo(claim.Endpoints[i].Data); err != nil {
@@ -185,6 +188,7 @@ func (b *Backend) asInside(l *subnet.Lease) (_ *subnet.Lease, why string) {
 	own.BackendType = b.sides.inside.LeaseType
 	own.NextType = ""
 	own.Endpoints = nil
+
 	for _, e := range l.Endpoints {
 		d, ok := decode(e.Data)
 		switch {
@@ -197,6 +201,7 @@ func (b *Backend) asInside(l *subnet.Lease) (_ *subnet.Lease, why string) {
 		case prefix.FamilyOf(d.Address) != e.Family() || d.Address.Zone() != "" || !b.env.Reachable(d.Address):
 			return nil, fmt.Sprintf("its address %q at the location is not one of another host", subnet.Shorten(d.Address.String()))
 		}
+
 		e.PublicIP = d.Address
 		e.Data = d.Data
 		e.NextData = nil

@@ -49,6 +49,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		Backend: b, Notifier: backend.NewNotifier(ctx), joint: b.joint, limit: changes.NewLimit(changes.Burst),
 		rivals: newRivals(), peers: map[string]string{}, near: map[string]*subnet.Lease{}, failed: map[string]string{},
 	}
+
 	n.Forward(reconciler.Changed())
 	if err := n.start(ctx, own); err != nil {
 		return nil, oneline.Join(err, n.Close())
@@ -64,6 +65,7 @@ func (n *network) start(ctx context.Context, own subnet.Lease) (err error) {
 	if p, ok := n.running.between.(backend.Publisher); ok {
 		n.republish = p.Republish()
 	}
+
 	log := klog.FromContext(ctx)
 	between := n.sides.between.Type
 	if n.env.Location == "" {
@@ -121,6 +123,7 @@ func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string
 	if !set.Complete {
 		n.leaveInside(set, keys)
 	}
+
 	began := set.Complete && !n.joint.complete
 	n.joint.complete = set.Complete
 	if n.running.inside == nil {
@@ -131,6 +134,7 @@ func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string
 		out.Repaired += report.Repaired
 		return err
 	}
+
 	set.Leases = n.near
 	set.Changed = keys
 	more, err := n.running.inside.Sync(ctx, set)
@@ -138,6 +142,7 @@ func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string
 	if more.Again > 0 && (out.Again == 0 || more.Again < out.Again) {
 		out.Again = more.Again
 	}
+
 	before := n.failed
 	n.failed = map[string]string{}
 	for _, r := range more.Refused {
@@ -190,6 +195,7 @@ func (n *network) choose(ctx context.Context, key string, l *subnet.Lease) {
 	if l == nil {
 		return
 	}
+
 	inside, why := n.rivals.decide(key)
 	if n.peers[key] = why; why != "" && why != before {
 		n.log(ctx, key, why)

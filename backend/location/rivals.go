@@ -57,10 +57,12 @@ func (r *rivals) set(key string, c candidate) {
 			delete(r.holders, id)
 		}
 	}
+
 	delete(r.candidates, key)
 	if c.lease == nil && c.why == "" && len(c.identities) == 0 {
 		return
 	}
+
 	r.candidates[key] = c
 	for _, id := range c.identities {
 		if r.holders[id] == nil {

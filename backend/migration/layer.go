@@ -125,6 +125,7 @@ func (l *layer) apply(ctx context.Context, sweep bool) (report dataplane.Report,
 	} else {
 		report, err = l.reconciler.Update(ctx, delta.removed(), delta.added(), sweep)
 	}
+
 	for _, v := range l.views {
 		v.rerouted = v.rerouted || report.Rerouted
 	}
@@ -199,6 +200,7 @@ func (v *view) route(dst netip.Prefix) (_ dataplane.Route, ok bool) {
 	if _, served := v.subnets[dst]; !served {
 		return dataplane.Route{}, false
 	}
+
 	f := prefix.FamilyOf(dst.Addr())
 	for _, n := range v.networks {
 		if prefix.FamilyOf(n.Addr()) != f {
@@ -269,6 +271,7 @@ func (l *layer) choose(dst netip.Prefix, side int) {
 	if before == (side == next) {
 		return
 	}
+
 	for _, v := range l.views {
 		l.delta.remove(v.routes(dst))
 	}
@@ -277,6 +280,7 @@ func (l *layer) choose(dst netip.Prefix, side int) {
 	} else {
 		delete(l.carried, dst)
 	}
+
 	for _, v := range l.views {
 		l.delta.add(v.routes(dst))
 	}
@@ -323,11 +327,13 @@ func lacking(have, want dataplane.State) (objects []dataplane.Object) {
 			objects = append(objects, n)
 		}
 	}
+
 	for key, f := range have.FDB {
 		if _, ok := want.FDB[key]; !ok {
 			objects = append(objects, f)
 		}
 	}
+
 	for r := range have.AllRoutes() {
 		if len(want.Routes[r.Dst]) == 0 {
 			objects = append(objects, r)

@@ -56,6 +56,7 @@ func New(env backend.Env, create func(backend.Env) (backend.Backend, []string, e
 		if err != nil {
 			return nil, nil, err
 		}
+
 		for _, w := range more {
 			if i == next {
 				w = "NextBackend: " + w
@@ -89,6 +90,7 @@ func (b *Backend) check() error {
 	if slices.Contains(b.Inside(), "host-gw") { // a peer at the location that host-gw does not reach would be cut off during the migration
 		return errors.New("SameLocation host-gw and NextBackend do not work together: remove NextBackend, or set SameLocation to vxlan")
 	}
+
 	used := from.be.Scope().Devices
 	for _, name := range to.be.Scope().Devices {
 		if slices.Contains(used, name) {
@@ -98,6 +100,7 @@ func (b *Backend) check() error {
 	if from.side.Type == to.side.Type && (len(used) == 0 || from.side.Type == "udp") { // leases of udp do not contain the port, by which they could be told apart
 		return fmt.Errorf("Backend and NextBackend are both %s: remove NextBackend", from.side.Type)
 	}
+
 	for kind, ports := range backend.PortsByType(to.be, to.side.Type) {
 		for used, others := range backend.PortsByType(from.be, from.side.Type) {
 			if backend.SharePort(kind, used) { // the devices differ, so the VNIs do
@@ -205,6 +208,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 		}
 		return more, nil
 	}
+
 	claim.NextType = b.parts[next].side.Type
 	for i := range claim.Endpoints {
 		claim.Endpoints[i].NextData = more.Endpoints[i].Data

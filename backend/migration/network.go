@@ -71,6 +71,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
+
 	// The routes tell which backend has carried the packets to each peer until now.
 	before, err := b.env.Kernel.Read(ctx, b.Scope())
 	if err != nil {
@@ -83,6 +84,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		leases: [sides]map[string]*subnet.Lease{{}, {}}, onlyNext: map[string]struct{}{}, senders: map[string]struct{}{},
 		claimable: wait.NewSignal(), republish: wait.NewSignal(), again: wait.Backoff{Least: leastPause, Most: mostPause},
 	}
+
 	n.Forward(reconciler.Changed())
 	if n.running[present], err = b.startPresent(ctx, own); err != nil {
 		return nil, oneline.Join(err, n.Close())
@@ -115,6 +117,7 @@ func (n *network) follow(side int) {
 	if !ok {
 		return
 	}
+
 	n.Go(func(ctx context.Context) {
 		for {
 			select {
@@ -258,6 +261,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 		started = n.running[next] != nil
 		set.All = set.All || started // the next backend knows no peers yet
 	}
+
 	n.layer.deferred = true
 	changed := n.update(set)
 	probed := n.prober.take()
@@ -269,6 +273,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	if set.Complete && n.running[next] == nil { // objects that only the next backend knows must stay
 		n.layer.sweepGone()
 	}
+
 	report, failed := n.layer.apply(ctx, set.Complete && n.running[next] != nil)
 	affected := slices.Concat(changed, answered, keysOf(n.refused))
 	err = oneline.Join(err, failed, n.noteRefused(ctx, report.Refused))
@@ -276,6 +281,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	if set.All || report.Repaired > 0 {
 		n.sources.Loosen(ctx, n.Scope().Devices, n.sharedDevice(), "so that no peer can migrate")
 	}
+
 	out.Repaired += report.Repaired
 	out.Retry = out.Retry || report.Unreachable
 	out.Refused = n.refusals()
@@ -289,6 +295,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	if n.running[next] == nil {
 		out.Again = sooner(out.Again, max(time.Until(n.nextStart), time.Millisecond))
 	}
+
 	for _, again := range []time.Duration{n.logMoved(ctx, time.Now()), n.nameWaiting(ctx, time.Now())} {
 		if again > 0 {
 			out.Again = sooner(out.Again, again)
@@ -336,6 +343,7 @@ func (n *network) update(set backend.Set) []string {
 	for _, key := range changed { // first, because a subnet may have moved from one lease to another
 		left = append(left, n.forget(key)...)
 	}
+
 	for _, key := range changed {
 		if l := set.Leases[key]; l != nil {
 			n.remember(key, l)
@@ -345,6 +353,7 @@ func (n *network) update(set backend.Set) []string {
 			delete(n.peers, key)
 		}
 	}
+
 	for _, s := range left {
 		if _, has := n.bySubnet[s]; !has {
 			n.layer.choose(s, present)
@@ -361,6 +370,7 @@ func (n *network) forget(key string) []netip.Prefix {
 	if p == nil {
 		return nil
 	}
+
 	subnets := p.subnets
 	for _, s := range subnets {
 		delete(n.bySubnet, s)
@@ -368,6 +378,7 @@ func (n *network) forget(key string) []netip.Prefix {
 			v.serve(s, false)
 		}
 	}
+
 	for i := range n.leases {
 		delete(n.leases[i], key)
 	}
@@ -386,6 +397,7 @@ func (n *network) remember(key string, l *subnet.Lease) {
 		n.peers[key] = p
 		n.waiters.add(p, time.Now())
 	}
+
 	p.subnets = l.Subnets()
 	leases := n.split(l)
 	if leases[next] != nil && leases[present] != nil && n.running[next] != nil {
@@ -399,6 +411,7 @@ func (n *network) remember(key string, l *subnet.Lease) {
 	if leases[present] == l {
 		n.senders[key] = struct{}{}
 	}
+
 	for i, own := range leases {
 		if own == nil {
 			continue
@@ -408,6 +421,7 @@ func (n *network) remember(key string, l *subnet.Lease) {
 			n.layer.views[i].serve(s, true)
 		}
 	}
+
 	for _, s := range p.subnets {
 		n.bySubnet[s] = key
 	}
@@ -424,10 +438,12 @@ func (n *network) syncParts(ctx context.Context, set backend.Set, answered []str
 	} else {
 		n.compared = time.Now()
 	}
+
 	for i, part := range n.running {
 		if part == nil {
 			continue
 		}
+
 		s := set
 		s.Leases = n.leases[i]
 		o, failed := part.Sync(ctx, s)
@@ -484,6 +500,7 @@ func (n *network) move(key string, probed bool) {
 	if p == nil {
 		return
 	}
+
 	side := n.sideOf(key, p, probed)
 	changes := p.decided && side != p.side
 	n.count(p, side)
@@ -570,6 +587,7 @@ func (n *network) noteRefused(ctx context.Context, refused []dataplane.Refusal) 
 	for _, p := range n.refused {
 		p.refused = [sides]string{}
 	}
+
 	n.refused = n.refused[:0]
 	var errs [sides]error
 	for _, r := range refused {
@@ -633,6 +651,7 @@ func (n *network) nameWaiting(ctx context.Context, now time.Time) (again time.Du
 	if len(peers) == 0 {
 		return again
 	}
+
 	const shown = 10
 	late := keysOf(peers)
 	slices.Sort(late)
@@ -640,6 +659,7 @@ func (n *network) nameWaiting(ctx context.Context, now time.Time) (again time.Du
 	for _, key := range late[:min(len(late), shown)] {
 		some = append(some, key+": "+n.waiting(key))
 	}
+
 	klog.FromContext(ctx).Info("peers do not follow to the next backend, and go on by the present one", "next", n.parts[next].side.Type,
 		"count", len(late), "peers", some)
 	return again
@@ -668,6 +688,7 @@ func (n *network) targets(key string) (all []target) {
 	if p == nil || p.side == next || l == nil || n.leases[present][key] == nil || p.refused[next] != "" {
 		return nil
 	}
+
 	for _, e := range l.Endpoints {
 		own, has := n.own.Endpoint(e.Family())
 		r, ok := n.layer.views[next].route(e.Subnet)

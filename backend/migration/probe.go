@@ -116,10 +116,12 @@ func (p *prober) aim(key string, targets []target) {
 	if answered, ok := p.answered[key]; ok && slices.Equal(answered, targets) {
 		return
 	}
+
 	delete(p.answered, key)
 	if len(targets) == 0 {
 		return
 	}
+
 	peer := &probed{key: key, targets: targets, due: time.Now().Add(settling)}
 	peer.pause.Least = leastProbe
 	peer.pause.Most = mostProbe
@@ -166,6 +168,7 @@ func (p *prober) next(now time.Time) (peer *probed, pause time.Duration) {
 	if len(p.order) == 0 {
 		return nil, mostProbe
 	}
+
 	peer = p.order[0]
 	if left := peer.due.Sub(now); left > 0 {
 		return nil, left
@@ -196,6 +199,7 @@ func (p *prober) probe(ctx context.Context, peer *probed) {
 	if p.peers[peer.key] != peer { // it has answered before, or has other targets now
 		return
 	}
+
 	p.drop(peer.key)
 	p.answered[peer.key] = peer.targets
 	p.notify()

@@ -63,6 +63,7 @@ func obstacle(own, peer data) string {
 		}
 		return what
 	}
+
 	switch {
 	case own.Table == "":
 		return because("this host has found no route table that its packets follow", own)
@@ -102,6 +103,7 @@ func (d data) after(r cloud.Report, dst netip.Prefix, err error) data {
 		next.Table = ""
 		next.Routed = nil
 	}
+
 	for _, t := range r.Tables {
 		if t.Own {
 			next.Table = t.Name
@@ -113,6 +115,7 @@ func (d data) after(r cloud.Report, dst netip.Prefix, err error) data {
 			next.Routed = append(next.Routed, t.Name)
 		}
 	}
+
 	slices.Sort(next.Routed)
 	switch {
 	case next.routed() || err == nil:

@@ -50,6 +50,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		leases: map[string]*subnet.Lease{}, peers: map[string]string{}, refused: map[string]string{},
 		log: journal{tunnel: b.side.Type, warn: b.cloud.Env.Warn},
 	}
+
 	for _, e := range own.Endpoints {
 		d, _, err := decode(e.Data)
 		if err != nil {
@@ -58,6 +59,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		n.data[e.Family()] = d
 		n.published[e.Family()] = d
 	}
+
 	var err error
 	if n.tunnel, err = b.tunnel.Start(ctx, *b.tunnelled(&own, func(subnet.Endpoint) bool { return true })); err != nil {
 		return nil, err
@@ -102,6 +104,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 			n.published[e.Family()], _, _ = decode(e.Data) // refresh has encoded the data, so it can be decoded
 		}
 	}
+
 	keys := set.Changed
 	if set.All || changed {
 		keys = slices.Collect(maps.Keys(set.Leases))
@@ -111,6 +114,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 			}
 		}
 	}
+
 	for _, key := range keys {
 		n.choose(key, set.Leases[key])
 	}
@@ -143,6 +147,7 @@ func (n *network) refresh() (repaired int, anew bool, err error) {
 	if !compared {
 		return 0, false, nil
 	}
+
 	first := !n.compared
 	changed := false
 	n.compared = true
@@ -150,6 +155,7 @@ func (n *network) refresh() (repaired int, anew bool, err error) {
 	report := n.CloudRoutes()
 	own := n.own
 	own.Endpoints = slices.Clone(own.Endpoints)
+
 	for i, e := range own.Endpoints {
 		d := n.data[e.Family()].after(report, e.Subnet, failed)
 		raw, err := d.encode()
@@ -211,6 +217,7 @@ func (n *network) serve(key string, l *subnet.Lease) {
 			own = n.data[e.Family()]
 			d = data{Table: own.Table, Routed: []string{own.Table}}
 		}
+
 		why := obstacle(own, d)
 		switch {
 		case why == "" || !known && (!n.compared || own.Table != "" && n.failed == nil || cloud.Kind(n.failed) == "waiting"): // a peer without data is not refused only because a route is not seen yet
@@ -224,6 +231,7 @@ func (n *network) serve(key string, l *subnet.Lease) {
 	if len(withTunnel) == 0 {
 		return
 	}
+
 	own := n.tunnelled(l, func(e subnet.Endpoint) bool { return slices.Contains(withTunnel, e.Family()) })
 	if _, err := n.tunnel.Check(*own); err != nil {
 		n.refused[key] = fmt.Sprintf("its data for %s cannot be used: %v, and the cloud does not carry the packets: %s", n.side.Type, err, n.peers[key])

@@ -91,6 +91,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 		}
 		prev = tunnel
 	}
+
 	claim, err := b.tunnel.Claim(ctx, prev)
 	if err != nil {
 		return subnet.Claim{}, err
@@ -100,6 +101,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	if now := b.present.Load(); now != nil {
 		before = *now
 	}
+
 	for i, e := range claim.Endpoints {
 		f := prefix.FamilyOf(e.PublicIP)
 		d := before[f]
@@ -121,6 +123,7 @@ func (b *Backend) tunnelled(l *subnet.Lease, chosen func(subnet.Endpoint) bool) 
 	own.BackendType = b.side.LeaseType
 	own.NextType = ""
 	own.Endpoints = nil
+
 	for _, e := range l.Endpoints {
 		if chosen(e) {
 			d, _, _ := decode(e.Data) // Check has refused data that cannot be read

@@ -25,6 +25,7 @@ func problem(own map[prefix.Family]data, failed error, tunnel string) string {
 			reason = "they follow none of the chosen route tables"
 		}
 	}
+
 	switch {
 	case reason == "": // nothing is wrong if a route was just put: the next comparison sees it
 		return ""
@@ -65,11 +66,13 @@ func (j *journal) problem(ctx context.Context, own map[prefix.Family]data, faile
 	if kind == j.own {
 		return
 	}
+
 	log := klog.FromContext(ctx)
 	if j.own = kind; text == "" {
 		log.Info("the routes of the cloud to this host are in order")
 		return
 	}
+
 	log.Error(nil, "the routes of the cloud to this host are not in order", "reason", text)
 	if j.warn != nil {
 		j.warn("FlannelOverflow", text)
@@ -89,6 +92,7 @@ func (j *journal) peers(ctx context.Context, obstacles map[string]string, now ti
 	if left := j.peersAt.Add(peersPause).Sub(now); left > 0 {
 		return left
 	}
+
 	j.changed = false
 	j.peersAt = now
 	var keys []string
@@ -100,6 +104,7 @@ func (j *journal) peers(ctx context.Context, obstacles map[string]string, now ti
 	if len(keys) == 0 && j.tunnelled == 0 {
 		return 0
 	}
+
 	j.tunnelled = len(keys)
 	const shown = 10
 	slices.Sort(keys)
@@ -107,6 +112,7 @@ func (j *journal) peers(ctx context.Context, obstacles map[string]string, now ti
 	for _, key := range keys[:min(len(keys), shown)] {
 		some = append(some, key+": "+obstacles[key])
 	}
+
 	klog.FromContext(ctx).Info("packets to peers go by the tunnel if the cloud does not carry them",
 		"tunnel", j.tunnel, "byTunnel", len(keys), "byCloud", len(obstacles)-len(keys), "peers", some)
 	return 0

@@ -59,11 +59,13 @@ func (c *client) once(ctx context.Context, keys access.Keys, s service, action s
 	if err != nil {
 		return fmt.Errorf("the address of the service %s is invalid", s.name)
 	}
+
 	for header, value := range map[string]string{
 		"Content-Type": "application/json; charset=utf-8", "X-TC-Action": action, "X-TC-Version": s.version, "X-TC-Region": c.region,
 	} {
 		req.Header.Set(header, value)
 	}
+
 	tc3.Sign(req, keys, tc3.Call{Service: s.name, Time: time.Now(), Body: body})
 	status, text, err := transport.Send(c.HTTP, req)
 	if err != nil {
@@ -110,6 +112,7 @@ func classify(permission, table string, e *access.Error) error {
 		return access.Refused(name, e.Code)
 	case is("LimitExceeded", "QuotaExceeded"):
 		return &cloud.QuotaError{Table: table}
+
 	// The codes after the first one say that another change has not ended.
 	case is("RequestLimitExceeded", "MutexOperation", "UnsupportedOperation.MutexOperationTaskRunning", "OperationDenied.MutexTaskRunning") || e.Status == http.StatusTooManyRequests:
 		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Code)

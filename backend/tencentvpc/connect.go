@@ -41,6 +41,7 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 	if c.cvm.endpoint, err = access.Endpoint("TENCENTCLOUD_CVM_ENDPOINT", "https://cvm."+domain); err != nil {
 		return nil, err
 	}
+
 	// flannel reads the first two environment variables, and programs of Tencent Cloud the others.
 	c.Keys = access.First(c.Metadata.Keys,
 		cfg.keys(),
@@ -66,6 +67,7 @@ func (c *client) find(ctx context.Context, addresses []netip.Addr) (p place, err
 	if !found.Primary {
 		return place{}, fmt.Errorf("%s is not of the primary network interface of this instance, whose addresses Tencent Cloud shows: choose that one by --iface", found.Address)
 	}
+
 	p.address = found.Address
 	if p.vpc, err = c.Metadata.Read(ctx, found.Path("vpc-id")); err != nil {
 		return place{}, err

@@ -28,11 +28,13 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	if err != nil {
 		return nil, nil, err
 	}
+
 	for _, n := range env.Config.Prefixes() {
 		if n.Addr().Is6() {
 			return nil, nil, fmt.Errorf("IPv6Network is %s: want none, because routes of Tencent Cloud lead only to IPv4 addresses of instances", n)
 		}
 	}
+
 	calls := &cloud.Calls{}
 	v := &vpc{
 		cluster: c.Cluster, networks: env.Config.Prefixes(), addresses: env.Locals(),

@@ -41,6 +41,7 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 		}
 		v.api = api
 	}
+
 	own, err := v.api.find(ctx, v.addresses)
 	if err != nil {
 		return "", err
@@ -63,6 +64,7 @@ func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error
 			at[a] = i
 		}
 	}
+
 	maps.Copy(at, instances)
 
 	tables := make([]string, len(hosts))
@@ -90,6 +92,7 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 			table.Routes = append(table.Routes, c)
 		}
 	}
+
 	tables := []cloud.Table{table}
 	other := func(r cloud.Route) bool { return r.Target != v.own.address.String() }
 	return tables, cloud.Look(tables, v.networks, other, func(addresses []string) (map[string]cloud.State, error) { return v.states(ctx, addresses) })
@@ -100,6 +103,7 @@ func (v *vpc) states(ctx context.Context, addresses []string) (map[string]cloud.
 	if len(addresses) == 0 {
 		return nil, nil
 	}
+
 	instances, err := v.instances(ctx)
 	if err != nil {
 		return nil, err
@@ -127,6 +131,7 @@ func pages(one func(offset int) (got, total int, err error)) error {
 		if first < 0 {
 			first = total
 		}
+
 		offset += got
 		switch {
 		case total != first, offset > total, got == 0 && offset < total:
@@ -249,6 +254,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	if len(present) > 0 && !replace {
 		return cloud.ErrExists
 	}
+
 	var enabled []route
 	for _, have := range present {
 		if !have.disabled() {
@@ -286,6 +292,7 @@ func (v *vpc) replace(ctx context.Context, r cloud.Route, present []route) error
 			return err
 		}
 	}
+
 	for _, other := range slices.Delete(present, keep, keep+1) {
 		if err := v.delete(ctx, r.Table, other); err != nil {
 			return err
@@ -330,6 +337,7 @@ func (v *vpc) Check(ctx context.Context) error {
 			return fmt.Errorf("the network %s contains %s and so overlaps the VPC, where Tencent Cloud allows no routes to instances: choose another Network", n, v.own.address)
 		}
 	}
+
 	t, err := v.table(ctx)
 	if err != nil {
 		return err
@@ -337,6 +345,7 @@ func (v *vpc) Check(ctx context.Context) error {
 	if _, err := v.instances(ctx); err != nil {
 		return err
 	}
+
 	// No table has such a route, and no call can make it, because no IPv4 prefix has 33 bits.
 	nowhere := route{ID: math.MaxInt32, Dst: "192.0.2.0/33", Kind: instanceKind, Target: v.own.address.String()}
 	var rights cloud.Rights

@@ -42,6 +42,7 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	if c.Port < 1 || c.Port > 65535 {
 		return c, nil, fmt.Errorf("Backend.Port is %d: want 1 to 65535", c.Port)
 	}
+
 	switch mode := strings.ToLower(c.Mode); mode {
 	case "", modeUserspace:
 	case "auto", "kernel":
@@ -49,6 +50,7 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	default:
 		return c, nil, fmt.Errorf("Backend.Mode is %q: want userspace", subnet.Shorten(c.Mode))
 	}
+
 	c.Mode = modeUserspace
 	for _, n := range env.Config.Networks {
 		f := n.Family()

@@ -99,6 +99,7 @@ func (k kernelPath) fouPorts() (ports []netlink.Fou, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("list FOU ports: %w", err)
 	}
+
 	for _, f := range all {
 		if f.Port == k.port && f.Protocol == unix.IPPROTO_IPIP && f.EncapType == netlink.FOU_ENCAP_DIRECT {
 			ports = append(ports, f)
@@ -121,6 +122,7 @@ func deleteFOUPort(f netlink.Fou) error {
 	if local := f.Local.To4(); local != nil && !local.IsUnspecified() {
 		attrs = append(attrs, nl.NewRtAttr(netlink.FOU_ATTR_LOCAL_V4, local))
 	}
+
 	data := []byte{netlink.FOU_CMD_DEL, 1, 0, 0} // command and version
 	for _, a := range attrs {
 		data = append(data, a.Serialize()...)

@@ -215,6 +215,7 @@ func (h *Host) keptDevice(ctx context.Context, name string) *tunnel.Device {
 	if h.askedSystemd {
 		return nil
 	}
+
 	h.askedSystemd = true
 	var found *tunnel.Device
 	for _, file := range activation.FilesWithNames()[name] {

@@ -27,6 +27,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		Backend: b, own: own, Notifier: backend.NewNotifier(ctx),
 		Programmer: &backend.Programmer{Base: b.base(own), Reconciler: reconciler},
 	}
+
 	n.Forward(reconciler.Changed())
 	if err := n.start(ctx); err != nil {
 		return nil, oneline.Join(err, n.Close())
@@ -86,6 +87,7 @@ func (n *network) openTunnel(ctx context.Context) (err error) {
 			c.Local = append(c.Local, netip.AddrPortFrom(addr.Local, uint16(n.config.Port)))
 		}
 	}
+
 	for _, e := range n.own.Endpoints {
 		c.Own = append(c.Own, e.Subnet.Addr())
 	}

@@ -58,6 +58,7 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	if c.Port < 0 || c.Port > 65535 {
 		return c, nil, fmt.Errorf("Backend.Port is %d: want 0 (%d) to 65535", c.Port, defaultPort)
 	}
+
 	c.Port = cmp.Or(c.Port, defaultPort)
 	if c.MTU < 0 || c.MTU > 65535 {
 		return c, nil, fmt.Errorf("Backend.MTU is %d: want 0 (that of the external interface) to 65535", c.MTU)
@@ -65,6 +66,7 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	if _, ok := c.txChecksum(); !ok {
 		return c, nil, fmt.Errorf("Backend.ChecksumOffload is %q: want auto, on or off", subnet.Shorten(c.ChecksumOffload))
 	}
+
 	for _, n := range env.Config.Networks {
 		f := n.Family()
 		if name := c.deviceName(f); len(name) > maxName {

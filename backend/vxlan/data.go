@@ -53,6 +53,7 @@ func decodePlain(raw json.RawMessage) (d leaseData, ok bool) {
 			vni, err := strconv.Atoi(string(value))
 			d.VNI = vni
 			return err == nil
+
 		case "VtepMAC":
 			text, ok := plainjson.Text(value)
 			if !ok || d.VtepMAC != "" { // encoding/json takes the last of duplicate keys
@@ -72,6 +73,7 @@ func vtepMAC(raw json.RawMessage) (dataplane.MAC, error) {
 	if len(raw) == 0 {
 		return dataplane.MAC{}, errors.New("no backend data, want a VtepMAC")
 	}
+
 	d, err := decodeData(raw)
 	if err != nil {
 		return dataplane.MAC{}, fmt.Errorf("backend data: %w", err)
@@ -79,6 +81,7 @@ func vtepMAC(raw json.RawMessage) (dataplane.MAC, error) {
 	if d.VtepMAC == "" {
 		return dataplane.MAC{}, errors.New("backend data without a VtepMAC")
 	}
+
 	mac, err := dataplane.ParseMAC(d.VtepMAC)
 	if err != nil {
 		return mac, fmt.Errorf("VtepMAC: %w", err)

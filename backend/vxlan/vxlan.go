@@ -92,6 +92,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	if own, ok := side.Of(&subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints}); ok {
 		prev = own.Claim() // after or during a migration, prev may have data for two backends
 	}
+
 	claim := b.env.Claim(Type, prev)
 	for i, n := range b.env.Config.Networks {
 		mac := randomMAC()
@@ -220,6 +221,7 @@ func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 		if !ok {
 			return want, fmt.Errorf("own lease %s: %s is not enabled on %s", own.Key, f, b.env.Underlay.Name)
 		}
+
 		name := b.device[f]
 		want.Add(dataplane.Link{
 			Name: name, Kind: "vxlan", MAC: mac, MTU: b.config.deviceMTU(b.env.Underlay.MTU, f), Up: true,
@@ -244,6 +246,7 @@ func desired(objects []dataplane.Object, e subnet.Endpoint, device, direct strin
 	if direct != "" {
 		return append(objects, dataplane.NewRoute(e.Subnet, e.PublicIP, direct, false)), nil
 	}
+
 	mac, err := vtepMAC(e.Data)
 	if err != nil {
 		return nil, err

@@ -84,6 +84,7 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	if err != nil {
 		return c, nil, err
 	}
+
 	for _, n := range []struct {
 		key          string
 		have, lo, hi int
@@ -96,6 +97,7 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 			return c, nil, fmt.Errorf("Backend.%s is %d: want %d to %d", n.key, n.have, n.lo, n.hi)
 		}
 	}
+
 	c.Mode, c.Implementation = strings.ToLower(c.Mode), strings.ToLower(c.Implementation)
 	if modes := []string{modeSeparate, modeAuto, modeIPv4, modeIPv6}; !slices.Contains(modes, c.Mode) {
 		return c, nil, fmt.Errorf("Backend.Mode is %q: want one of %s", subnet.Shorten(c.Mode), strings.Join(modes, ", "))
@@ -121,11 +123,13 @@ func (c config) check(env backend.Env) error {
 	if c.Mode == modeSeparate && len(have) == 2 && c.ListenPort == c.ListenPortV6 {
 		return fmt.Errorf("Backend.ListenPort and Backend.ListenPortV6 are both %d: want different ports for two devices", c.ListenPort)
 	}
+
 	for mode, f := range map[string]prefix.Family{modeIPv4: prefix.IPv4, modeIPv6: prefix.IPv6} {
 		if c.Mode == mode && !slices.Contains(have, f) {
 			return fmt.Errorf("Backend.Mode is %q, but the network has no %s", c.Mode, f)
 		}
 	}
+
 	for _, t := range c.tunnels(env.Network, have) {
 		if mtu := c.deviceMTU(env.Underlay.MTU, t); mtu < t.minMTU() {
 			return fmt.Errorf("the underlay MTU (Backend.MTU %d, %s %d) leaves %d bytes inside %s: want at least %d",
@@ -157,6 +161,7 @@ func (c config) psk() (wgtypes.Key, error) {
 	if text == "" && c.PSKFile == "" {
 		return wgtypes.Key{}, nil
 	}
+
 	key, err := wgtypes.ParseKey(text)
 	if err != nil { // the error's text would contain the key
 		return key, fmt.Errorf("Backend.PSKFile %s holds no key: want 32 bytes in base64, as wg genpsk makes them", c.PSKFile)
@@ -192,6 +197,7 @@ func (c config) tunnels(network string, have []prefix.Family) []tunnel {
 		}
 		return []tunnel{{name: name("flannel-wg", c.ListenPort), port: c.ListenPort, families: have, outer: outer}}
 	}
+
 	var ts []tunnel
 	for _, f := range have {
 		t := tunnel{name: name("flannel-wg", c.ListenPort), port: c.ListenPort, families: []prefix.Family{f}, outer: []prefix.Family{f}}

@@ -64,6 +64,7 @@ func decodeData(raw json.RawMessage) (key wgtypes.Key, port int, err error) {
 	if len(raw) == 0 {
 		return key, 0, errors.New("no backend data, want a PublicKey")
 	}
+
 	var d leaseData
 	if err := json.Unmarshal(raw, &d); err != nil {
 		return key, 0, fmt.Errorf("backend data: %w", err)

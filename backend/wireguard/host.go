@@ -45,6 +45,7 @@ func (h *Host) take(t tunnel, mtu int, u underlay.Interface) (*userspaceDevice, 
 			local = append(local, a.Local)
 		}
 	}
+
 	err := h.closeIf(func(d *hostDevice) bool {
 		if d.name == t.name {
 			return d.iface != u.Index || !slices.Equal(d.local, local)
@@ -59,6 +60,7 @@ func (h *Host) take(t tunnel, mtu int, u underlay.Interface) (*userspaceDevice, 
 		d = &hostDevice{userspaceDevice: userspaceDevice{name: t.name}}
 		h.devices[t.name] = d
 	}
+
 	d.mtu = mtu
 	d.port = t.port
 	d.iface = u.Index

@@ -95,6 +95,7 @@ func (i *initiator) retry(peers []wgdevice.NoisePublicKey, times int, pause time
 		if wait.For(i.ctx, pause) != nil {
 			return
 		}
+
 		peers = i.withoutSession(peers) // nearly all have a session now
 		var left []wgdevice.NoisePublicKey
 		for few := range slices.Chunk(peers, 1+len(peers)/stateReads) {

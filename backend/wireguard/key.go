@@ -50,6 +50,7 @@ func newKeyStore(stateDir, network string) keyStore {
 		}
 		return s
 	}
+
 	switch {
 	case network != "" && stateDir == "":
 		return keyStore{}
@@ -71,6 +72,7 @@ func (s keyStore) key(device wgtypes.Key) (wgtypes.Key, error) {
 		if path == "" || path == s.path && s.foreign {
 			continue
 		}
+
 		key, err := readKey(path)
 		if errors.Is(err, fs.ErrNotExist) {
 			continue
@@ -86,6 +88,7 @@ func (s keyStore) key(device wgtypes.Key) (wgtypes.Key, error) {
 	if device != (wgtypes.Key{}) {
 		return device, s.save(device)
 	}
+
 	key, err := wgtypes.GeneratePrivateKey()
 	if err != nil {
 		return key, fmt.Errorf("make a private key: %w", err)

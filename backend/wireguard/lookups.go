@@ -43,6 +43,7 @@ func newLookups(n *backend.Notifier, lookup func(ctx context.Context, host strin
 		Notifier: n, lookup: lookup, slots: make(chan struct{}, lookupsAtOnce), limit: rate.NewLimiter(lookupRate, lookupsAtOnce),
 		found: wait.NewSignal(), answers: map[string][]netip.Addr{},
 	}
+
 	n.Go(func(ctx context.Context) {
 		for wait.For(ctx, foundPause) == nil {
 			select {
@@ -63,10 +64,12 @@ func (l *lookups) start(host string, known []netip.Addr) {
 		case <-ctx.Done():
 			return
 		}
+
 		defer func() { <-l.slots }()
 		if l.limit.Wait(ctx) != nil {
 			return
 		}
+
 		ctx, cancel := context.WithTimeout(ctx, lookupTimeout)
 		defer cancel()
 		addrs, _ := l.lookup(ctx, host) // without an answer, the known addresses stay

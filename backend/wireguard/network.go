@@ -58,6 +58,7 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 	if len(ids) > 1 {
 		return nil, fmt.Errorf("it has two public keys, want one: Backend.Mode is %q", n.config.Mode)
 	}
+
 	for _, t := range n.tunnels() {
 		if _, ok := n.peer(t, l); !ok {
 			return nil, fmt.Errorf("it has no address that Backend.Mode %q can send to", n.config.Mode)
@@ -139,6 +140,7 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 		repaired += r
 		waiting += d.waiting
 	}
+
 	for host, known := range n.discovery.Lookups() {
 		n.lookups.start(host, known)
 	}
@@ -245,12 +247,14 @@ func (n *network) syncDevice(number int, s settings, p pass) (read, wrote bool, 
 	if read && same && d.unwantedRemoved {
 		repaired = countRepairs(cfg, c)
 	}
+
 	d.index = index
 	if read {
 		d.peers = next
 		d.unwantedRemoved = p.Complete
 		return read, len(cfg.Peers) > 0, repaired, nil
 	}
+
 	for _, key := range keys {
 		delete(d.peers, key)
 	}

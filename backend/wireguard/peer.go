@@ -31,10 +31,12 @@ func (b *Backend) peer(t tunnel, l subnet.Lease) (p discovery.Peer, ok bool) {
 		}
 		p.Allowed = append(p.Allowed, e.Subnet)
 	}
+
 	outer, has := l.Endpoint(b.outer(t, l))
 	if !ok || !has {
 		return discovery.Peer{}, false
 	}
+
 	p.Endpoint = netip.AddrPortFrom(outer.PublicIP, uint16(b.port(t, l, outer)))
 	for _, e := range l.Endpoints {
 		if len(t.outer) > 1 && e.PublicIP != outer.PublicIP {
@@ -54,6 +56,7 @@ func (b *Backend) outer(t tunnel, l subnet.Lease) prefix.Family {
 	if len(t.outer) == 1 {
 		return t.outer[0]
 	}
+
 	four, has4 := l.Endpoint(prefix.IPv4)
 	six, has6 := l.Endpoint(prefix.IPv6)
 	own, _ := b.env.Underlay.Family(prefix.IPv6)
@@ -134,6 +137,7 @@ func (d diff) config() (c wgtypes.Config, changed bool) {
 	if d.have.ListenPort != d.port {
 		c.ListenPort = &d.port
 	}
+
 	allowed := sync.OnceValue(d.allowed) // nearly no diff needs it
 	present := map[wgtypes.Key]bool{}
 	for _, h := range d.have.Peers {
@@ -148,11 +152,13 @@ func (d diff) config() (c wgtypes.Config, changed bool) {
 			c.Peers = append(c.Peers, wgtypes.PeerConfig{PublicKey: h.PublicKey, Remove: true, UpdateOnly: true})
 		}
 	}
+
 	for key, w := range d.want {
 		if !present[key] {
 			c.Peers = append(c.Peers, d.add(w))
 		}
 	}
+
 	// Removals come last: before them, other peers take over the subnets of the removed
 	// peers, so that no subnet is ever without a peer.
 	slices.SortStableFunc(c.Peers, func(a, b wgtypes.PeerConfig) int {
@@ -193,6 +199,7 @@ func (d diff) change(h wgtypes.Peer, w discovery.Peer, allowed func() map[netip.
 		p.PersistentKeepaliveInterval = &d.keepalive
 		differs = true
 	}
+
 	before, known := d.known[w.Key]
 	moved := known && before.Endpoint != w.Endpoint
 	to := w.Endpoint
@@ -203,6 +210,7 @@ func (d diff) change(h wgtypes.Peer, w discovery.Peer, allowed func() map[netip.
 		p.Endpoint = net.UDPAddrFromAddrPort(to)
 		differs = true
 	}
+
 	missing, surplus := networkChanges(h.AllowedIPs, w.Allowed)
 	switch {
 	case mustRemove(surplus, allowed):

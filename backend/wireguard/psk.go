@@ -64,6 +64,7 @@ func (s *secret) read(ctx context.Context, c config) (wgtypes.Key, error) {
 		log.Info("the preshared key has changed: peers get it at their next handshakes", "file", c.PSKFile)
 		s.waiting = true
 	}
+
 	s.rotating = s.rotating || !s.known || key != s.key
 	s.key = key
 	s.known = true

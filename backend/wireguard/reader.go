@@ -61,10 +61,12 @@ func completeUDP6(b []byte) {
 	if len(b) < ipv6Header+udpHeader || b[checksum]|b[checksum+1] != 0 || b[0]>>4 != 6 || b[protocol] != unix.IPPROTO_UDP {
 		return
 	}
+
 	size := int(binary.BigEndian.Uint16(b[length:]))
 	if size < udpHeader || size > len(b)-ipv6Header {
 		return
 	}
+
 	sum := uint32(unix.IPPROTO_UDP + size) // pseudo header without its addresses, which words contains
 	const addresses = 8
 	words := b[addresses : ipv6Header+size]

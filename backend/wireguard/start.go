@@ -41,11 +41,13 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		Backend: b, key: key, now: currentInstant, republish: wait.NewSignal(), Notifier: backend.NewNotifier(ctx),
 		Programmer: &backend.Programmer{Reconciler: reconciler},
 	}
+
 	n.Forward(reconciler.Changed())
 	n.lookups = newLookups(n.Notifier, lookup)
 	if b.config.PSKFile != "" {
 		n.Go(func(ctx context.Context) { watchPSKFile(ctx, b.config.PSKFile, n.Notify) })
 	}
+
 	n.startDiscovery(own)
 	if err := n.start(ctx, own); err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up WireGuard devices: %w", err), n.Close())
@@ -79,6 +81,7 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 		if err := n.ensureUserspace(ctx); err != nil {
 			return err
 		}
+
 	case err != nil:
 		return err
 	default:
@@ -86,6 +89,7 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 			return err
 		}
 	}
+
 	n.Base = n.base(own, kind)
 	if err := n.SetUp(ctx); err != nil {
 		return err
@@ -110,10 +114,12 @@ func (n *network) startDiscovery(own subnet.Lease) {
 			return a.Public
 		},
 	}
+
 	for _, t := range n.tunnels() {
 		n.devices = append(n.devices, &device{tunnel: t, peers: map[string]discovery.Peer{}})
 		c.Devices = append(c.Devices, t.outer)
 	}
+
 	shared := n.publishes(own.Claim())
 	n.published.Store(&shared)
 	n.discovery = discovery.New(c, shared, n.now().Steady)
@@ -181,6 +187,7 @@ func (n *network) removeKernelDevices(ctx context.Context, links map[string]data
 	if len(ops) == 0 {
 		return nil
 	}
+
 	// The devices carry traffic. Keep them if TUN devices cannot be created.
 	tun, err := os.OpenFile("/dev/net/tun", os.O_RDWR, 0)
 	if err != nil {
@@ -189,6 +196,7 @@ func (n *network) removeKernelDevices(ctx context.Context, links map[string]data
 	if err := tun.Close(); err != nil {
 		return err
 	}
+
 	for _, failed := range n.env.Kernel.Apply(ctx, ops) {
 		return failed
 	}

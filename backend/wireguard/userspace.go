@@ -90,6 +90,7 @@ func (u *userspaceDevice) start(ctx context.Context) error {
 	logf := func(level int) func(string, ...any) {
 		return func(format string, args ...any) { log.V(level).Info(fmt.Sprintf(format, args...)) }
 	}
+
 	u.packets = &reader{Device: t}
 	// The errors of wireguard-go concern single packets and handshakes, so they are logged as details.
 	u.dev = wgdevice.NewDevice(u.packets, conn.NewStdNetBind(), &wgdevice.Logger{Verbosef: logf(6), Errorf: logf(4)})
@@ -166,6 +167,7 @@ func (u *userspaceDevice) close() error {
 		u.initiator.close()
 		u.dev.Close()
 	}
+
 	u.clients.Wait()
 	u.dev = nil
 	u.packets = nil

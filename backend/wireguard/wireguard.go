@@ -106,6 +106,7 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 		if d.PeerEndpoints, err = shared.Encode(f); err != nil {
 			return subnet.Claim{}, err
 		}
+
 		for _, t := range b.tunnels() {
 			if !slices.Contains(t.families, f) {
 				continue
@@ -159,6 +160,7 @@ func (b *Backend) key(known bool) (wgtypes.Key, error) {
 			have = d.PrivateKey
 		}
 	}
+
 	store := newKeyStore(b.env.StateDir, b.env.Network)
 
 	// A cloned disk has the key of another host, and peers refuse the second lease with a key.

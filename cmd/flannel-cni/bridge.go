@@ -26,6 +26,7 @@ func (c config) enableIPv6(d object) error {
 	if t, _ := d.text("type", ""); t != defaultDelegate {
 		return nil
 	}
+
 	host, err := subnetfile.Load(c.SubnetFile)
 	if err != nil || !slices.ContainsFunc(host.Entries, func(e subnetfile.Entry) bool { return prefix.FamilyOf(e.Subnet.Addr()) == prefix.IPv6 }) {
 		return err

@@ -65,6 +65,7 @@ func (c config) check() error {
 			return fmt.Errorf("delegate.%s is not allowed: the plugin sets it", key)
 		}
 	}
+
 	t, err := c.Delegate.text("type", defaultDelegate)
 	if err != nil {
 		return fmt.Errorf("delegate.%w", err)
@@ -161,6 +162,7 @@ func (c config) delegationOn(host subnetfile.File) (object, error) {
 	if t, _ := d.text("type", ""); t == defaultDelegate {
 		d.preset("isGateway", true)
 	}
+
 	d.set("ipam", ipam)
 	c.runtime(d)
 	return d, nil
@@ -189,6 +191,7 @@ func (c config) addressManagement(host subnetfile.File) (object, error) {
 			return nil, types.NewError(types.ErrInvalidNetworkConfig, "network configuration "+c.Name, "ipam.routes: "+err.Error())
 		}
 	}
+
 	var ranges [][]object
 	for _, e := range host.Entries {
 		subnet := object{}
@@ -202,6 +205,7 @@ func (c config) addressManagement(host subnetfile.File) (object, error) {
 		}
 		routes = append(routes, text)
 	}
+
 	ipam.set("ranges", ranges)
 	ipam.set("routes", routes)
 	return ipam, nil

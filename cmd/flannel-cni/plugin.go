@@ -29,6 +29,7 @@ func add(args *skel.CmdArgs) error {
 	if err != nil {
 		return err
 	}
+
 	// add writes the note before it calls the delegate, so that the attachment can be
 	// deleted however this call ends. If there is a note already, this is a second ADD of
 	// the interface. Most plugins refuse that, and the note of the first ADD must then
@@ -92,6 +93,7 @@ func del(args *skel.CmdArgs) error {
 	case err != nil:
 		return err
 	}
+
 	c.runtime(d)
 	stdin, plugin, err := d.call()
 	if err != nil {
@@ -118,6 +120,7 @@ func check(args *skel.CmdArgs) error {
 	if c.PrevResult != nil {
 		d.set("prevResult", withGateways(c.PrevResult))
 	}
+
 	stdin, plugin, err := d.call()
 	if err != nil {
 		return err
@@ -162,6 +165,7 @@ func collect(args *skel.CmdArgs) error {
 	if failed != nil {
 		return errors.Join(err, failed)
 	}
+
 	d.set("cni.dev/valid-attachments", keep)
 	stdin, plugin, failed := d.call()
 	if failed != nil {

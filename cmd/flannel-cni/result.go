@@ -21,6 +21,7 @@ func withGateways(result json.RawMessage) json.RawMessage {
 	if json.Unmarshal(result, &top) != nil || json.Unmarshal(top["ips"], &ips) != nil || json.Unmarshal(top["routes"], &routes) != nil {
 		return result
 	}
+
 	for _, r := range routes {
 		var dst netip.Prefix
 		if json.Unmarshal(r["dst"], &dst) != nil {
@@ -32,6 +33,7 @@ func withGateways(result json.RawMessage) json.RawMessage {
 			}
 		}
 	}
+
 	top.set("routes", routes)
 	text, err := json.Marshal(top)
 	if err != nil {

@@ -78,6 +78,7 @@ nothing behind, even if it is killed.`,
 			return o.run(cmd.Context(), cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
 	}
+
 	f := cmd.Flags()
 	f.SortFlags = false
 	f.IntVar(&o.cfg.Hosts, "hosts", 3, "number of hosts")
@@ -106,6 +107,7 @@ func (o *options) complete() error {
 	if o.interval <= 0 {
 		return fmt.Errorf("--interval: %v is not positive", o.interval)
 	}
+
 	// In the configuration of the lab zero means the default. On the command line zero is
 	// a mistake.
 	for flag, value := range map[string]int{"hosts": o.cfg.Hosts, "l2": o.cfg.Segments, "mtu": o.cfg.MTU} {
@@ -113,6 +115,7 @@ func (o *options) complete() error {
 			return fmt.Errorf("--%s: %d is not positive", flag, value)
 		}
 	}
+
 	switch {
 	case o.dual:
 		o.cfg.Families = []prefix.Family{prefix.IPv4, prefix.IPv6}
@@ -121,6 +124,7 @@ func (o *options) complete() error {
 	default:
 		o.cfg.Families = []prefix.Family{prefix.IPv4}
 	}
+
 	const bitsPerByte, mega = 8, 1_000_000
 	o.cfg.Rate = o.rateMbit * mega / bitsPerByte
 
@@ -157,6 +161,7 @@ func (o *options) configure() error {
 	if strings.Contains(o.backend, ",") {
 		return errors.New("--backend: several types need --networks")
 	}
+
 	backend["Type"] = o.backend
 	text, err := json.Marshal(backend)
 	if err != nil {
@@ -174,6 +179,7 @@ func (o *options) run(ctx context.Context, out, progress io.Writer) error {
 	o.cfg.Progress = func(step string) {
 		fmt.Fprintf(progress, "%6.2fs  %s\n", time.Since(start).Seconds(), step)
 	}
+
 	l, err := lab.New(ctx, o.cfg)
 	if err != nil {
 		return o.unlessStopped(ctx, err)
@@ -235,6 +241,7 @@ func (o *options) watch(ctx context.Context, l *lab.Lab, out io.Writer) error {
 		if o.once {
 			return r.verdict()
 		}
+
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
@@ -247,6 +254,7 @@ func (o *options) show(out io.Writer, r report, redraw bool) error {
 	if o.json {
 		return json.NewEncoder(out).Encode(r)
 	}
+
 	text := r.text()
 	if !o.once {
 		text += "\n" + r.hints()

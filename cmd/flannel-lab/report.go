@@ -82,6 +82,7 @@ func observe(ctx context.Context, l *lab.Lab) (report, error) {
 		}
 		r.Matrix = append(r.Matrix, cell)
 	}
+
 	for _, h := range l.Hosts() {
 		host, err := observeHost(ctx, l, h)
 		if err != nil {
@@ -90,6 +91,7 @@ func observe(ctx context.Context, l *lab.Lab) (report, error) {
 		r.OK = r.OK && host.Flanneld == running
 		r.Hosts = append(r.Hosts, host)
 	}
+
 	// Continue without the store, because the effects of an outage are worth watching.
 	if err := r.readLeases(ctx, l); err != nil {
 		r.LeasesError = err.Error()
@@ -104,6 +106,7 @@ func (r *report) readLeases(ctx context.Context, l *lab.Lab) error {
 	if err != nil {
 		return err
 	}
+
 	for _, lease := range leases {
 		value := json.RawMessage(lease.Value)
 		if !json.Valid(value) {
@@ -130,10 +133,12 @@ func observeHost(ctx context.Context, l *lab.Lab, h *lab.Host) (hostReport, erro
 		}
 		r.Pods = append(r.Pods, pod)
 	}
+
 	routes, err := h.Routes(ctx)
 	if err != nil {
 		return r, err
 	}
+
 	for _, route := range routes {
 		f := prefix.FamilyOf(route.Dst.Addr())
 		kernels := route.Protocol == unix.RTPROT_KERNEL || l.IsBridge(route.Dev)
@@ -156,6 +161,7 @@ func (r report) verdict() error {
 	if failed > 0 {
 		return fmt.Errorf("%d of %d cells failed", failed, len(r.Matrix))
 	}
+
 	for _, h := range r.Hosts {
 		if h.Flanneld != running {
 			return fmt.Errorf("flanneld has ended: %s", h.Flanneld)
@@ -221,6 +227,7 @@ func (r report) writeMatrix(b *strings.Builder, family string) {
 	if len(cells) == 0 {
 		return
 	}
+
 	w := table(b)
 	short := len(pods) > maxColumns
 	fmt.Fprintf(w, "%s FROM", family)
@@ -231,6 +238,7 @@ func (r report) writeMatrix(b *strings.Builder, family string) {
 			fmt.Fprintf(w, "\tTO %s", to)
 		}
 	}
+
 	for i, from := range pods {
 		fmt.Fprintln(w)
 		if short {
@@ -241,6 +249,7 @@ func (r report) writeMatrix(b *strings.Builder, family string) {
 			fmt.Fprintf(w, "\t%s", cells[[2]string{from, to}].text(short))
 		}
 	}
+
 	fmt.Fprintln(w)
 	w.Flush()
 	fmt.Fprintf(b, "%d of %d reachable%s\n", len(cells)-len(failures), len(cells), r.span(family))
@@ -303,15 +312,18 @@ func (r report) writeLeases(b *strings.Builder) {
 		fmt.Fprintf(b, "LEASES CANNOT BE READ\n%s\n\n", r.LeasesError)
 		return
 	}
+
 	several := slices.ContainsFunc(r.Leases, func(l leaseReport) bool { return l.Network != "" })
 	if several {
 		fmt.Fprint(w, "NETWORK\t")
 	}
+
 	fmt.Fprintln(w, "LEASE\tPUBLIC IP\tBACKEND\tEXPIRES")
 	for _, l := range r.Leases {
 		if several {
 			fmt.Fprintf(w, "%s\t", l.Network)
 		}
+
 		var v struct{ PublicIP, PublicIPv6, BackendType string }
 		if err := json.Unmarshal(l.Value, &v); err != nil {
 			fmt.Fprintf(w, "%s\tunreadable\t\t\n", l.Subnet)
@@ -323,6 +335,7 @@ func (r report) writeLeases(b *strings.Builder) {
 				public = append(public, ip)
 			}
 		}
+
 		expires := "never"
 		if l.Seconds > 0 {
 			expires = "in " + (time.Duration(l.Seconds) * time.Second).String()
@@ -358,6 +371,7 @@ func (r report) hints() string {
 	var b strings.Builder
 	w := table(&b)
 	fmt.Fprintln(w, "TO LOOK INSIDE\tRUN")
+
 	for i, h := range r.Hosts {
 		if i == maxColumns {
 			fmt.Fprintf(w, "%d more\tsee --json\n", len(r.Hosts)-i)

@@ -55,6 +55,7 @@ func newCheckCommand() *cobra.Command {
 		socket  string
 		only    []string
 	)
+
 	cmd := &cobra.Command{
 		Use: "check", Short: "Check the path from this host to every peer, and name the broken part", Args: cobra.NoArgs,
 		Long: `Sends a few packets to every peer that this host's flanneld knows: to its public
@@ -82,6 +83,7 @@ false.`,
 			return check(cmd, r, peers, out)
 		},
 	}
+
 	out.addTo(cmd)
 	network = addNetworkTo(cmd)
 	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
@@ -114,6 +116,7 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output)
 		broken   int
 		ways     = pathsOf(r)
 	)
+
 	findings := examine(cmd.Context(), []status.Report{r}, nil)
 	group, ctx := errgroup.WithContext(cmd.Context())
 	group.SetLimit(checkAtOnce)
@@ -122,6 +125,7 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output)
 			if !chosen(only, s, p.PublicIPs[i]) {
 				continue
 			}
+
 			group.Go(func() error {
 				v := verdict{Subnet: s, PublicIP: p.PublicIPs[i]}
 				if p.State != status.Refused { // nothing is sent to these
@@ -152,6 +156,7 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output)
 			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", v.Subnet, v.PublicIP, v.result(), rtt, v.Advice)
 		}
 	})
+
 	switch {
 	case err != nil:
 		return err

@@ -36,6 +36,7 @@ flannelctl revoke deletes it.`,
 			return c.Run(cmd.Context())
 		},
 	}
+
 	cmd.Flags().StringVar(&c.StateDir, "state-dir", "/var/lib/flannel", "state directory of flanneld")
 	cmd.Flags().StringVar(&c.SubnetFile, "subnet-file", "/run/flannel/subnet.env", "subnet file of flanneld")
 	cmd.Flags().StringVar(&c.SubnetDir, "subnet-dir", "/run/flannel/networks", "directory of the subnet files of several networks")

@@ -102,6 +102,7 @@ until they are restarted. On Kubernetes, change the configuration with kubectl.`
 				return errors.New("on Kubernetes the configuration is a ConfigMap: " +
 					"kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg changes it")
 			}
+
 			text, err := readFile(cmd, args[0])
 			if err != nil {
 				return err
@@ -130,6 +131,7 @@ func currentConfig(ctx context.Context, store *storeFlags) (text []byte, kuberne
 		text, err = store.netConfig(ctx, o)
 		return text, true, err
 	}
+
 	err = withAdmin(*store, func(a *etcd.Admin) error {
 		var revision int64
 		text, revision, err = a.Config(ctx)
@@ -210,6 +212,7 @@ func setConfig(cmd *cobra.Command, a *etcd.Admin, c change) error {
 		_, err := fmt.Fprintln(out, "nothing changes")
 		return err
 	}
+
 	for _, l := range lines {
 		fmt.Fprintln(out, l)
 	}
@@ -220,6 +223,7 @@ func setConfig(cmd *cobra.Command, a *etcd.Admin, c change) error {
 	if err != nil {
 		return err
 	}
+
 	for _, s := range stranded {
 		fmt.Fprintln(out, s)
 	}
@@ -258,6 +262,7 @@ func input(ctx context.Context, read func() ([]byte, error)) ([]byte, error) {
 		defer close(done)
 		got, failed = read()
 	}()
+
 	select {
 	case <-done:
 		return got, failed
@@ -346,6 +351,7 @@ func difference(old, text []byte) []string {
 			lines = append(lines, fmt.Sprintf("~ %s: %s (was %s)", key, after[key], was))
 		}
 	}
+
 	for _, key := range slices.Sorted(maps.Keys(before)) {
 		if _, stays := after[key]; !stays {
 			lines = append(lines, fmt.Sprintf("- %s: %s", key, before[key]))

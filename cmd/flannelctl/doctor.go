@@ -23,6 +23,7 @@ func newDoctorCommand() *cobra.Command {
 		socket    string
 		preflight bool
 	)
+
 	cmd := &cobra.Command{
 		Use: "doctor [-- FLAGS-OF-FLANNELD]", Short: "Find problems of this host that affect the network, and name a remedy",
 		Long: `Asks the kernel how it carries packets between pods of this host and those of each
@@ -54,6 +55,7 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 			default:
 				findings = examine(cmd.Context(), reports, away)
 			}
+
 			err := out.print(cmd.OutOrStdout(), findings, func(w io.Writer) {
 				if len(findings) == 0 {
 					fmt.Fprintln(w, "nothing found")
@@ -72,6 +74,7 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 			return err
 		},
 	}
+
 	out.addTo(cmd)
 	network = addNetworkTo(cmd)
 	cmd.Flags().StringVar(&socket, "socket", defaultSocket, "local socket of the daemon")

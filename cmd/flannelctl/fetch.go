@@ -54,6 +54,7 @@ func fetch(ctx context.Context, client *http.Client, base, network string) (r st
 	fail := func(err error) (status.Report, error) {
 		return r, unknownError{cause(err)} // without the URL, which only stands for the socket
 	}
+
 	address, err := url.JoinPath(base, "statusz.json")
 	if err != nil {
 		return fail(err)
@@ -61,6 +62,7 @@ func fetch(ctx context.Context, client *http.Client, base, network string) (r st
 	if network != "" {
 		address += "?network=" + url.QueryEscape(network)
 	}
+
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, address, nil)
@@ -79,6 +81,7 @@ func fetch(ctx context.Context, client *http.Client, base, network string) (r st
 	if resp.StatusCode != http.StatusOK {
 		return fail(fmt.Errorf("GET %s: %s", address, resp.Status))
 	}
+
 	text, err := io.ReadAll(io.LimitReader(resp.Body, maxReport+1))
 	if err != nil {
 		return fail(err)

@@ -89,6 +89,7 @@ func fromDaemon() (place, error) {
 	if pid == 0 {
 		return place{}, fmt.Errorf("the flanneld on %s is in another PID namespace", defaultSocket)
 	}
+
 	proc := "/proc/" + strconv.Itoa(pid)
 	args, err := list0(proc + "/cmdline")
 	if err != nil {
@@ -115,6 +116,7 @@ func fromDaemon() (place, error) {
 			given[netConfigPath] = options.DefaultNetConfigPath
 		}
 	}
+
 	for name, isPath := range storeSettings {
 		if text := given[name]; isPath && text != "" {
 			p.settings[name] = root + text
@@ -186,6 +188,7 @@ func (p place) check(endpoints []string, kubernetes bool) error {
 	case p.denied:
 		return fmt.Errorf("the store is not known: %s: run flannelctl as root, or name the store with flags", strings.Join(p.looked, "; "))
 	}
+
 	for _, e := range endpoints {
 		if u, err := url.Parse(e); err == nil {
 			if conn, err := net.DialTimeout("tcp", u.Host, time.Second); err == nil {
@@ -193,6 +196,7 @@ func (p place) check(endpoints []string, kubernetes bool) error {
 			}
 		}
 	}
+
 	flags := "--etcd-endpoints"
 	if kubernetes {
 		flags += ", --kubeconfig-file or --context"

@@ -29,6 +29,7 @@ func newInterfaceCommand() *cobra.Command {
 		local    localChoice
 		noDaemon bool
 	)
+
 	cmd := &cobra.Command{
 		Use: "interface [-- FLAGS-OF-FLANNELD]", Short: "Show which external interface is chosen, and why",
 		Long: `Lists the interfaces of this host with what speaks for and against each as the external
@@ -58,6 +59,7 @@ you can check that before you replace flannel.`,
 			return cmp.Or(err, failed)
 		},
 	}
+
 	out.addTo(cmd)
 	network = addNetworkTo(cmd)
 	f := cmd.Flags()
@@ -110,10 +112,12 @@ func (l localChoice) choose(ctx context.Context, opts options.Options) ([]status
 	if err != nil {
 		return nil, err
 	}
+
 	for _, e := range previous.Entries {
 		o.Pods = append(o.Pods, e.Subnet)
 		o.Families = append(o.Families, prefix.FamilyOf(e.Subnet.Addr()))
 	}
+
 	// A daemon that ran here before has written its choice.
 	last, err := state.Read[struct{ Interface underlay.Interface }](opts.StateDir, opts.StateName())
 	if err == nil {
@@ -124,6 +128,7 @@ func (l localChoice) choose(ctx context.Context, opts options.Options) ([]status
 			o.Families = append(o.Families, prefix.FamilyOf(a.Local))
 		}
 	}
+
 	switch {
 	case l.ipv6:
 		o.Families = []prefix.Family{prefix.IPv4, prefix.IPv6}
@@ -138,6 +143,7 @@ func (l localChoice) choose(ctx context.Context, opts options.Options) ([]status
 		}
 		o.Published = append(o.Published, a)
 	}
+
 	all, err := underlay.Inspect(ctx, o)
 	var candidates []status.Candidate
 	for _, c := range all {

@@ -77,6 +77,7 @@ func newLeasesCommand() *cobra.Command {
 		out   output
 		watch bool
 	)
+
 	cmd := &cobra.Command{
 		Use: "leases", Short: "List the leases of all hosts", Args: cobra.NoArgs,
 		Long: `Lists the leases of all hosts. On Kubernetes these are the Nodes that have flannel's
@@ -100,6 +101,7 @@ annotations.`,
 			})
 		},
 	}
+
 	store.addKubeTo(cmd)
 	out.addTo(cmd)
 	cmd.Flags().BoolVarP(&watch, "watch", "w", false, "print every change, a line each, until Ctrl-C")
@@ -112,6 +114,7 @@ func newReservationsCommand() *cobra.Command {
 		store storeFlags
 		out   output
 	)
+
 	cmd := &cobra.Command{
 		Use: "reservations", Short: "List the reserved subnets", Args: cobra.NoArgs,
 		Example: "  flannelctl reservations\n  flannelctl reservations -o json | jq -r '.[].subnets[]'",
@@ -121,6 +124,7 @@ func newReservationsCommand() *cobra.Command {
 			})
 		},
 	}
+
 	store.addTo(cmd)
 	out.addTo(cmd)
 	return cmd
@@ -169,12 +173,14 @@ func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, f
 		}
 		fmt.Fprintln(w, time.Now().Format(time.TimeOnly), sign, p.Key, what)
 	}
+
 	err := watch(ctx, func(u subnet.Update) {
 		s := u.Snapshot()
 		now := map[string]watched{}
 		for _, l := range s.Leases {
 			now[l.Key] = watched{Lease: l}
 		}
+
 		for _, key := range s.Undecodable {
 			now[key] = watched{&subnet.Lease{Key: key}, true}
 		}
@@ -190,6 +196,7 @@ func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, f
 				line("+", l)
 			}
 		}
+
 		for _, key := range slices.Sorted(maps.Keys(known)) {
 			if _, ok := now[key]; !ok {
 				line("-", known[key])
@@ -279,6 +286,7 @@ func claim(subnets, addresses string) (c subnet.Claim, err error) {
 		}
 		publics[prefix.FamilyOf(a)] = a
 	}
+
 	for text := range strings.SplitSeq(subnets, ",") {
 		p, err := netip.ParsePrefix(text)
 		if err != nil || p != p.Masked() {
@@ -290,10 +298,12 @@ func claim(subnets, addresses string) (c subnet.Claim, err error) {
 		}
 		c.Endpoints = append(c.Endpoints, subnet.Endpoint{Subnet: p, PublicIP: public})
 	}
+
 	slices.SortFunc(c.Endpoints, func(a, b subnet.Endpoint) int { return cmp.Compare(a.Family(), b.Family()) })
 	if n := len(c.Endpoints); n > 2 || n == 2 && c.Endpoints[0].Family() == c.Endpoints[1].Family() {
 		return c, errors.New("expected one subnet of each family at most")
 	}
+
 	for f, a := range publics {
 		if _, ok := c.Endpoint(f); !ok {
 			return c, fmt.Errorf("%s needs an %s subnet beside it", a, f)
@@ -353,6 +363,7 @@ func find(ctx context.Context, a *etcd.Admin, name string) (string, error) {
 	if err != nil {
 		return "", err
 	}
+
 	for _, e := range entries {
 		for _, ep := range e.Lease.Endpoints {
 			if ep.Subnet == p {

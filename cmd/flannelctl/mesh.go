@@ -21,6 +21,7 @@ func newMeshCommand() *cobra.Command {
 		out   output
 		watch bool
 	)
+
 	cmd := &cobra.Command{
 		Use: "mesh", Short: "Ask all hosts for their paths, and show who reaches whom", Args: cobra.NoArgs,
 		Long: `Asks every host with a lease for the results of its probes, and shows them as a
@@ -44,6 +45,7 @@ a path is broken or no host has answered.`,
 			return showMesh(cmd, &f, out)
 		},
 	}
+
 	f.store.addKubeTo(cmd)
 	out.addTo(cmd, "svg")
 	f.addTo(cmd)

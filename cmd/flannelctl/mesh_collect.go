@@ -97,21 +97,25 @@ func (c cluster) collectOne(ctx context.Context, m *mesh.Matrix, i int, most tim
 		}
 		return err
 	}
+
 	answer, err := c.ask(within, m.Hosts[i])
 	if err != nil {
 		return explain(err)
 	}
 	defer answer.Close()
+
 	// The time that this host may take does not pass while its answer waits to be read.
 	if !late.Stop() {
 		return explain(nil)
 	}
+
 	select {
 	case reading <- struct{}{}:
 		defer func() { <-reading }()
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+
 	late.Reset(most)
 	body, err := io.ReadAll(io.LimitReader(answer, int64(mesh.MaxAnswer(len(m.Hosts)))+1))
 	if err != nil {
@@ -197,11 +201,13 @@ func (f *meshFlags) onKubernetes(ctx context.Context, o storeOptions) (cluster, 
 	c := cluster{close: d.Close, ask: func(ctx context.Context, h mesh.Host) (io.ReadCloser, error) {
 		return d.Get(ctx, h.Key, int(f.port), "statusz.json", f.query())
 	}}
+
 	entries, err := kube.Entries(ctx, o.kubeConfig())
 	if err != nil {
 		d.Close()
 		return cluster{}, err
 	}
+
 	for _, e := range entries {
 		if h, ok := meshHost(e.Lease, e.Lease.Key); ok {
 			c.hosts = append(c.hosts, h)

@@ -45,6 +45,7 @@ func watchMesh(ctx context.Context, w io.Writer, f *meshFlags) error {
 				c, found = now, time.Now()
 			}
 		}
+
 		m, err := c.collect(ctx, f.timeout)
 		if err != nil { // the command was interrupted
 			return nil //nolint:nilerr // that is how a watch ends
@@ -95,6 +96,7 @@ func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 	for i, h := range m.Hosts {
 		number[h.Name] = i
 	}
+
 	now, unlisted := r.failures(m, number)
 	if r.known == nil || unlisted != r.unlisted {
 		line := fmt.Sprint(m.Summary().Counts)
@@ -103,12 +105,14 @@ func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 		}
 		fmt.Fprintln(w, time.Now().Format(time.TimeOnly), "=", line)
 	}
+
 	var begun, ended, gone []string
 	for _, p := range slices.SortedFunc(maps.Keys(now), comparePairs) {
 		if r.known[p].result != now[p].result {
 			begun = append(begun, p.String()+" "+now[p].text)
 		}
 	}
+
 	for _, p := range slices.SortedFunc(maps.Keys(r.known), comparePairs) {
 		_, from := number[p.from]
 		_, to := number[p.to]
@@ -120,6 +124,7 @@ func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 			ended = append(ended, p.String()+" ok")
 		}
 	}
+
 	printChanges(w, "!", begun)
 	printChanges(w, "+", ended)
 	printChanges(w, "-", gone)
@@ -142,6 +147,7 @@ func (r *meshReport) failures(m *mesh.Matrix, number map[string]int) (now map[pa
 		if !okFrom || !okTo {
 			continue
 		}
+
 		switch c := m.Cell(from, to); {
 		case c.Result.Broken():
 			now[path] = failureOf(c)
@@ -152,6 +158,7 @@ func (r *meshReport) failures(m *mesh.Matrix, number map[string]int) (now map[pa
 			watched++
 		}
 	}
+
 	for _, p := range m.Broken(maxWatched + len(r.known)) {
 		path := pair{m.Hosts[p.From].Name, m.Hosts[p.To].Name}
 		if _, known := now[path]; !known && watched < maxWatched {
@@ -160,6 +167,7 @@ func (r *meshReport) failures(m *mesh.Matrix, number map[string]int) (now map[pa
 			watched++
 		}
 	}
+
 	for i, h := range m.Hosts {
 		if why := m.Problem(i); why != "" {
 			now[pair{from: h.Name}] = failure{mesh.Unknown, "nothing is known: " + why}

@@ -37,6 +37,7 @@ print the configuration for the ConfigMap.`,
 		Example: "  flannelctl migrate plan '{\"Type\":\"wireguard\"}'\n  flannelctl migrate start '{\"Type\":\"wireguard\"}'\n" +
 			"  flannelctl migrate status\n  flannelctl migrate finish",
 	}
+
 	store.addConfigTo(cmd)
 	cmd.AddCommand(newMigratePlanCommand(&store), newMigrateStartCommand(&store), newMigrateStatusCommand(&store),
 		newMigrateFinishCommand(&store), newMigrateAbortCommand(&store))
@@ -116,6 +117,7 @@ the present backend until they reach all peers through the next one.`,
 			return rewriteConfig(cmd, store, finishMigration)
 		},
 	}
+
 	cmd.Flags().BoolVarP(&yes, "yes", "y", false, "finish although hosts still need the present backend")
 	f.addTo(cmd)
 	return cmd
@@ -164,6 +166,7 @@ func newMigrateStatusCommand(store *storeFlags) *cobra.Command {
 		socket string
 		waits  bool
 	)
+
 	cmd := &cobra.Command{
 		Use: "status", Short: "Show how far the hosts are, and what holds them up", Args: cobra.NoArgs,
 		Long: `Shows how many hosts are in which phase of the migration, according to their
@@ -193,6 +196,7 @@ command ends when all have followed.`,
 			return out.print(cmd.OutOrStdout(), m, m.print)
 		},
 	}
+
 	out.addTo(cmd)
 	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
 	cmd.Flags().BoolVar(&waits, "wait", false, "wait until the network does not migrate any more")
@@ -261,6 +265,7 @@ func readMigration(cmd *cobra.Command, store *storeFlags) (m migration, err erro
 		m.nameDevices(devices)
 		return m, nil
 	}
+
 	m, ended := endedMigration(present, leases)
 	if !ended {
 		return m, fmt.Errorf("%w: its configuration has no NextBackend, its backend is %s, and no lease has data for another one", errNoMigration, cfg.BackendType)
@@ -310,6 +315,7 @@ func allLeases(cmd *cobra.Command, store *storeFlags, kubernetes bool) (leases [
 		}
 		return leases, err
 	}
+
 	err = withAdmin(*store, func(a *etcd.Admin) error {
 		entries, err := a.Entries(cmd.Context(), false)
 		for _, e := range entries {
@@ -345,6 +351,7 @@ func endedMigration(now backend.Side, leases []subnet.Lease) (m migration, ended
 		if l.NextType != "" && l.NextType != now.Type {
 			former = l.NextType
 		}
+
 		byFormer = !byNow || l.NextType != ""
 		if byFormer && m.From == "" {
 			m.From = former
@@ -368,6 +375,7 @@ func (m *migration) count(leases []subnet.Lease, has func(*subnet.Lease) (from, 
 		if !used && l.Permanent {
 			continue
 		}
+
 		from, to := has(&l)
 		switch {
 		case from && to:
@@ -390,10 +398,12 @@ func (m *migration) addHost(r status.Report) {
 	if r.Network.NextBackendType == "" {
 		return
 	}
+
 	m.Host = &hostMigration{MTU: r.Network.MTU, Waiting: map[string]string{}, Refused: map[string]string{}}
 	if l := r.Network.Location; l != nil {
 		m.Host.ClearText = l.ByInside
 	}
+
 	for _, p := range r.Peers {
 		switch {
 		case p.Backend == "":
@@ -412,12 +422,14 @@ func (m migration) print(w io.Writer) {
 	} else {
 		fmt.Fprintf(w, "migration\tfrom %s to %s\n", m.From, m.To)
 	}
+
 	for _, phase := range []string{phaseBefore, phaseBoth, phaseFinished} {
 		fmt.Fprintf(w, "hosts with %s\t%d\n", phase, m.Phases[phase])
 	}
 	for _, key := range m.Behind {
 		fmt.Fprintf(w, "\t%s does not publish data for %s\n", key, m.To)
 	}
+
 	for _, key := range m.Leaving {
 		fmt.Fprintf(w, "\t%s still publishes data for %s\n", key, m.From)
 	}
@@ -425,10 +437,12 @@ func (m migration) print(w io.Writer) {
 	if h == nil {
 		return
 	}
+
 	fmt.Fprintf(w, "this host\tpeers to which it sends by %[2]s: %[1]d, by %[4]s: %[3]d; MTU of new pods: %[5]d\n", h.Moved, m.To, len(h.Waiting), m.From, h.MTU)
 	for _, key := range slices.Sorted(maps.Keys(h.Waiting)) {
 		fmt.Fprintf(w, "\t%s: %s\n", key, h.Waiting[key])
 	}
+
 	for _, key := range slices.Sorted(maps.Keys(h.Refused)) {
 		fmt.Fprintf(w, "\t%s is refused: %s\n", key, h.Refused[key])
 	}
@@ -443,6 +457,7 @@ func rewriteConfig(cmd *cobra.Command, store *storeFlags, edit func([]byte) ([]b
 	if !store.onKubernetes() {
 		return withAdmin(*store, func(a *etcd.Admin) error { return replaceConfig(cmd, a, edit) })
 	}
+
 	text, _, err := currentConfig(cmd.Context(), store)
 	if err != nil {
 		return err
@@ -474,6 +489,7 @@ func replaceConfig(cmd *cobra.Command, in configStore, edit func([]byte) ([]byte
 	if revision == 0 {
 		return subnet.ErrNoConfig
 	}
+
 	text, err := edit(old)
 	if err != nil {
 		return err
@@ -481,6 +497,7 @@ func replaceConfig(cmd *cobra.Command, in configStore, edit func([]byte) ([]byte
 	if _, err := checkConfig(cmd, text, true); err != nil {
 		return err
 	}
+
 	for _, l := range difference(old, text) {
 		fmt.Fprintln(cmd.OutOrStdout(), l)
 	}
@@ -545,6 +562,7 @@ func withKeys(text []byte, change func(map[string]json.RawMessage) error) ([]byt
 	if err != nil {
 		return nil, fmt.Errorf("the configuration in the store: %w", err)
 	}
+
 	for name, value := range keys {
 		for _, known := range []string{backendKey, nextKey} {
 			if name != known && strings.EqualFold(name, known) {

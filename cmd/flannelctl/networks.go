@@ -17,6 +17,7 @@ func newNetworksCommand() *cobra.Command {
 		out    output
 		socket string
 	)
+
 	cmd := &cobra.Command{
 		Use: "networks", Short: "List the networks of this host's daemon", Args: cobra.NoArgs,
 		Long: `Lists the networks of a flanneld that serves several: what each does, the reason if
@@ -34,6 +35,7 @@ a network is not ready.`,
 			return printOverview(cmd.OutOrStdout(), r, &out)
 		},
 	}
+
 	out.addTo(cmd)
 	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
 	return cmd
@@ -46,6 +48,7 @@ func printOverview(w io.Writer, r status.Report, out *output) error {
 	if networks == nil {
 		networks = []status.NetworkSummary{}
 	}
+
 	err := out.print(w, networks, func(w io.Writer) {
 		fmt.Fprintln(w, "NETWORK\tPHASE\tBACKEND\tPREFIXES\tSUBNET\tREASON")
 		for _, n := range networks {

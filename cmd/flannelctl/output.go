@@ -49,6 +49,7 @@ func (o *output) print(w io.Writer, v any, table func(io.Writer)) error {
 		table(t)
 		return t.Flush()
 	}
+
 	text, err := json.MarshalIndent(v, "", "  ")
 	if err == nil && o.format == "yaml" {
 		text, err = yaml.JSONToYAML(text)

@@ -64,6 +64,7 @@ func before(ctx context.Context, args []string) (doctor.Facts, error) {
 			b.Findings = append(b.Findings, doctor.Finding{Problem: problem + ": " + err.Error(), Fix: fix, Serious: true})
 		}
 	}
+
 	note := func(problem, fix string) { b.Findings = append(b.Findings, doctor.Finding{Problem: problem, Fix: fix}) }
 
 	r := status.Report{Datastore: status.Datastore{Kind: o.StoreKind(), Connected: true}}
@@ -73,6 +74,7 @@ func before(ctx context.Context, args []string) (doctor.Facts, error) {
 	} else {
 		fail("the store cannot be used", err, "flannelctl.md says where the store is looked for; see etcd.md and kubernetes.md")
 	}
+
 	for _, n := range cfg.Networks {
 		r.Network.Prefixes = append(r.Network.Prefixes, n.Prefix)
 	}
@@ -85,10 +87,12 @@ func before(ctx context.Context, args []string) (doctor.Facts, error) {
 		b.Former = append(b.Former, e.Network)
 		r.Lease.Subnets = append(r.Lease.Subnets, e.Subnet)
 	}
+
 	families := cfg.families()
 	choice := localChoice{ipv6: slices.Contains(families, prefix.IPv6)}
 	candidates, err := choice.choose(ctx, o.Options)
 	fail("there is no external interface", err, "flannelctl interface --no-daemon shows why; --iface chooses one")
+
 	for _, c := range candidates {
 		if !c.Chosen {
 			continue
@@ -144,6 +148,7 @@ func writeRules(ctx context.Context, o options.Options, inNFTables bool, familie
 	case o.Firewall == options.FirewallNFTables, o.Firewall == options.FirewallConfig && inNFTables:
 		return nftables.Available()
 	}
+
 	programs := iptables.NewPrograms(iptables.Default)
 	for _, f := range families {
 		if _, err := programs.Variant(ctx, f); err != nil {
@@ -194,6 +199,7 @@ func (o storeOptions) examineStore(ctx context.Context, fail func(string, error,
 		if _, err := a.Entries(ctx, false); err != nil {
 			return p, err
 		}
+
 		switch may, err := a.MayWrite(ctx); {
 		case err != nil:
 			return p, err

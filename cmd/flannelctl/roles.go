@@ -89,6 +89,7 @@ func ownSubnets(cfg subnet.Config, entries []etcd.Entry, hosts int) (own [][]net
 			return s, ok
 		}
 	}
+
 	for len(own) < hosts {
 		var subnets []netip.Prefix
 		for i, next := range free {

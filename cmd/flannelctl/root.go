@@ -17,10 +17,12 @@ func newRoot() *cobra.Command {
 		SilenceUsage:  true, // an error is one line
 		SilenceErrors: true, // main prints the error
 	}
+
 	root.AddCommand(
 		newConfigCommand(), newMigrateCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(), newRolesCommand(),
 		newStatusCommand(), newNetworksCommand(), newCheckCommand(), newMeshCommand(), newDoctorCommand(), newInterfaceCommand(), newSysdumpCommand(), newCleanupCommand(), newVersionCommand(),
 	)
+
 	addCompletion(root)
 	for _, cmd := range root.Commands() {
 		refuseUnknown(cmd)

@@ -26,6 +26,7 @@ func newStatusCommand() *cobra.Command {
 		socket, where string
 		all           bool
 	)
+
 	cmd := &cobra.Command{
 		Use: "status", Short: "Show the status of the daemon on this host or another one", Args: cobra.NoArgs,
 		Long: `Shows the status of this host's flanneld, through its local socket, or of another
@@ -45,6 +46,7 @@ cannot be asked.`,
 				client = &http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 				base = where
 			}
+
 			r, err := fetch(cmd.Context(), client, base, *network)
 			if err != nil {
 				return err
@@ -52,6 +54,7 @@ cannot be asked.`,
 			if len(r.Networks) > 0 {
 				return printOverview(cmd.OutOrStdout(), r, &out)
 			}
+
 			err = out.print(cmd.OutOrStdout(), r, func(w io.Writer) {
 				var findings []doctor.Finding
 				if where == "" {
@@ -68,6 +71,7 @@ cannot be asked.`,
 			return nil
 		},
 	}
+
 	out.addTo(cmd)
 	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
 	cmd.Flags().StringVar(&where, "url", "", "address of another daemon, as http://host:port")
@@ -81,14 +85,17 @@ func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bo
 	row := func(name string, value ...any) {
 		fmt.Fprintf(w, "%s\t%s\n", name, strings.TrimSpace(fmt.Sprintln(value...)))
 	}
+
 	state := "ready"
 	if !r.Ready {
 		state = "not ready"
 	}
+
 	row("flanneld", state+", version", r.Version)
 	for _, reason := range r.Reasons {
 		row("", reason)
 	}
+
 	for _, f := range findings {
 		if f.Word != "" {
 			row("problem", f.Problem+" (see flannelctl doctor)")
@@ -103,12 +110,14 @@ func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bo
 	if r.ConfigRejected != "" {
 		row("configuration rejected", r.ConfigRejected)
 	}
+
 	row("subnet", dash(list(r.Lease.Subnets)))
 	row("lease", dash(r.Lease.Key), validity(r))
 	var addresses []string
 	for _, a := range r.Interface.Addresses {
 		addresses = append(addresses, a.Public.String())
 	}
+
 	row("interface", r.Interface.Name, strings.Join(addresses, ","), "mtu", r.Interface.MTU, "("+r.Interface.Reason+")")
 	row("backend", strings.TrimSpace(r.Network.BackendType+" "+r.Network.Mode)+", network", list(r.Network.Prefixes)+", mtu", r.Network.MTU)
 	if next := r.Network.NextBackendType; next != "" {
@@ -138,6 +147,7 @@ func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bo
 			printWaiting(row, r.Peers, all)
 		}
 	}
+
 	row("datastore", r.Datastore.Kind, connection(r.Datastore))
 	row("firewall", firewall(r.Firewall))
 	row("kernel", kernel(r))
@@ -145,16 +155,19 @@ func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bo
 	for _, p := range r.Peers {
 		counts[p.State]++
 	}
+
 	var parts []string
 	for _, s := range slices.Sorted(maps.Keys(counts)) {
 		parts = append(parts, fmt.Sprint(counts[s], " ", s))
 	}
+
 	row("peers", cmp.Or(strings.Join(parts, ", "), "none"))
 
 	printNarrow(row, r.Peers)
 	if r.Paths != nil {
 		printPaths(w, row, *r.Paths, all)
 	}
+
 	header := false
 	for _, p := range r.Peers {
 		if !all && p.State == status.InPlace {
@@ -164,6 +177,7 @@ func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bo
 			fmt.Fprintln(w, "\nSUBNET\tPUBLIC IP\tTYPE\tSTATE\tERROR")
 			header = true
 		}
+
 		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", cmp.Or(list(p.Subnets), p.Key), dash(list(p.PublicIPs)), dash(p.Type), p.State, p.Error)
 		for _, o := range p.Objects {
 			if missing := !o.Present; all || missing {
@@ -223,6 +237,7 @@ func printPaths(w io.Writer, row func(string, ...any), p status.Paths, all bool)
 			parts = append(parts, fmt.Sprint(n, " ", result))
 		}
 	}
+
 	row("paths", cmp.Or(strings.Join(parts, ", "), "none"))
 	header := false
 	for _, one := range p.Worst {
@@ -233,6 +248,7 @@ func printPaths(w io.Writer, row func(string, ...any), p status.Paths, all bool)
 			fmt.Fprintln(w, "\nPATH TO\tPUBLIC IP\tRESULT\tRTT\tADVICE")
 			header = true
 		}
+
 		result := "ok"
 		rtt := "-"
 		if !one.OK {
@@ -294,6 +310,7 @@ func kernel(r status.Report) string {
 		c := r.Kernel.Objects[kind]
 		parts = append(parts, fmt.Sprintf("%s %d/%d", kind, c.Present, c.Wanted))
 	}
+
 	s := strings.Join(parts, ", ")
 	if !r.Kernel.LastSync.IsZero() {
 		s += "; in order at " + r.Kernel.LastSync.UTC().Format(time.RFC3339)

@@ -116,6 +116,7 @@ func (s *storeFlags) options() (storeOptions, error) {
 	if s.configMap == nil || *s.values[netConfigPath] == "" && os.Getenv("FLANNELD_NET_CONFIG_PATH") == "" && found.settings[netConfigPath] == "" {
 		args = append(args, "--"+netConfigPath+"="+os.DevNull) // no file is named, and the file that flanneld reads by default need not exist here
 	}
+
 	var err error
 	if found.Options, err = options.Parse(args, append(found.variables(), os.Environ()...)); err != nil || *s.network == "" {
 		return found, err
@@ -197,6 +198,7 @@ func (s *storeFlags) netConfig(ctx context.Context, o storeOptions) ([]byte, err
 	if o.NetConfigPath != os.DevNull {
 		return os.ReadFile(o.NetConfigPath)
 	}
+
 	name := *s.configMap
 	if name == "" {
 		text, err := os.ReadFile(options.DefaultNetConfigPath)
@@ -205,6 +207,7 @@ func (s *storeFlags) netConfig(ctx context.Context, o storeOptions) ([]byte, err
 		}
 		name = defaultConfigMap
 	}
+
 	namespace, name, ok := strings.Cut(name, "/")
 	if !ok || namespace == "" || name == "" || strings.Contains(name, "/") {
 		return nil, fmt.Errorf("--%s %q is invalid: expected NAMESPACE/NAME, such as %s", netConfigMap, *s.configMap, defaultConfigMap)

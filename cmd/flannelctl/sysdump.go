@@ -67,6 +67,7 @@ Names, addresses and what other programs have written in their rules stay: look 
 				to, report = f, cmd.OutOrStdout()
 				defer func() { fmt.Fprintln(report, path) }()
 			}
+
 			incomplete, err := sysdump(cmd.Context(), to, name, socket)
 			if err = errors.Join(err, to.Close()); err != nil {
 				return err
@@ -77,6 +78,7 @@ Names, addresses and what other programs have written in their rules stay: look 
 			return nil
 		},
 	}
+
 	cmd.Flags().StringVar(&file, "file", "", "path of the archive, - for standard output (default flannel-sysdump-HOST-TIME.tar.gz)")
 	cmd.Flags().StringVar(&socket, "socket", defaultSocket, "local socket of the daemon")
 	return cmd
@@ -128,6 +130,7 @@ func sysdump(ctx context.Context, to io.Writer, name, socket string) (incomplete
 			incomplete = append(incomplete, p.name)
 			text = fmt.Appendf(text, "\nincomplete: %v\n", failed)
 		}
+
 		text = []byte(secrets.scrub(string(text)))
 		header := &tar.Header{Name: name + "/" + p.name, Mode: 0o600, Size: int64(len(text)), ModTime: time.Now()}
 		if err := archive.WriteHeader(header); err != nil {
@@ -150,6 +153,7 @@ func knownSecrets(ctx context.Context) *scrubber {
 	for _, text := range slices.Concat([]string{string(unit), string(config)}, p.variables(), p.env, os.Environ()) {
 		s.learn(text)
 	}
+
 	// WireGuard's keys, and the tokens of pods, have no name before them.
 	keys, _ := filepath.Glob(filepath.Join(cmp.Or(p.given["state-dir"], "/var/lib/flannel"), "wgkey*"))
 	for _, path := range append(keys, value(p.env, "WIREGUARD_KEY_FILE"), filepath.Join(serviceAccount, "token"), filepath.Join(p.serviceAccount, "token")) {
@@ -167,6 +171,7 @@ func parts(ctx context.Context, socket string) []part {
 	own := func(name string, args ...string) {
 		all = append(all, part{"flannelctl/" + name + ".txt", func(ctx context.Context) ([]byte, error) { return self(ctx, args...) }})
 	}
+
 	get := func(name, path string) {
 		all = append(all, part{name, func(ctx context.Context) ([]byte, error) { return fetchText(ctx, client, path) }})
 	}
@@ -178,6 +183,7 @@ func parts(ctx context.Context, socket string) []part {
 		own("networks", "networks", "--socket="+socket)
 		networks = r.Networks
 	}
+
 	for _, n := range networks {
 		suffix := ""
 		network := "--network=" + n.Name
@@ -191,6 +197,7 @@ func parts(ctx context.Context, socket string) []part {
 		own("leases"+suffix, "leases", network)
 		get("daemon/statusz"+suffix+".json", "statusz.json?network="+n.Name)
 	}
+
 	own("interface-without-daemon", "interface", "--no-daemon")
 	get("daemon/metrics.txt", "metrics")
 	get("daemon/readyz.txt", "readyz")
@@ -204,6 +211,7 @@ func parts(ctx context.Context, socket string) []part {
 			return []byte(strings.Join(lines, "\n") + "\n"), err
 		}})
 	}
+
 	all = append(all, part{"kernel/sysctl.txt", sysctls})
 	for _, c := range [][]string{
 		{"kernel/links-details.txt", "ip", "-details", "-statistics", "link"},
@@ -213,6 +221,7 @@ func parts(ctx context.Context, socket string) []part {
 	} {
 		all = append(all, part{c[0], program(c[1], c[2:]...)})
 	}
+
 	var saved []string
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 		for _, v := range iptables.Present(f) {
@@ -220,6 +229,7 @@ func parts(ctx context.Context, socket string) []part {
 			all = append(all, part{"firewall/" + v.Program(f) + "-save.txt", program(v.Program(f)+"-save", "-c")})
 		}
 	}
+
 	all = append(all, part{"firewall/iptables.txt", func(context.Context) ([]byte, error) {
 		return []byte("These variants of iptables are installed and have tables: " + strings.Join(saved, ", ") + "\n"), nil
 	}})

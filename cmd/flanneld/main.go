@@ -61,6 +61,7 @@ func run(args, env []string, stderr io.Writer) int {
 	for _, w := range opts.Warnings {
 		log.Error(nil, w)
 	}
+
 	err = daemon.Run(klog.NewContext(ctx, log), daemon.Config{Options: opts, Backends: builtin.New, Tuner: tune.New(env)})
 	switch {
 	case errors.Is(err, daemon.ErrConfigChanged):

@@ -44,6 +44,7 @@ func install(src, dst string) (err error) {
 	if !info.Mode().IsRegular() {
 		return fmt.Errorf("%s is not a regular file", src)
 	}
+
 	// The temporary file is beside dst, because a file that is moved from a shared /tmp
 	// keeps the security label of /tmp.
 	out, err := renameio.NewPendingFile(dst, renameio.WithTempDir(filepath.Dir(dst)),

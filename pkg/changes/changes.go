@@ -39,6 +39,7 @@ func (l *Limit) Next(log klog.Logger) (klog.Logger, bool) {
 	if l == nil {
 		return log, true
 	}
+
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !l.limit.Allow() {

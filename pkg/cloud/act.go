@@ -121,6 +121,7 @@ func (s *act) put(ctx context.Context, one step) {
 	if s.before[one.Route] {
 		s.reporter.repair()
 	}
+
 	for i := range s.view.tables {
 		if t := &s.view.tables[i]; t.ID == one.Table {
 			t.Routes = slices.DeleteFunc(t.Routes, func(have Route) bool { return have.Dst == one.Dst && have.ours() })

@@ -144,6 +144,7 @@ func SecretKeys(raw json.RawMessage) (warnings []string, err error) {
 			return nil, err
 		}
 	}
+
 	for _, key := range slices.Sorted(maps.Keys(keys)) {
 		lower := strings.ToLower(key)
 		if strings.HasPrefix(lower, "accesskey") || strings.Contains(lower, "secret") || strings.Contains(lower, "token") {

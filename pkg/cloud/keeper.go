@@ -49,6 +49,7 @@ func NewKeeper(c KeeperConfig) *Keeper {
 		KeeperConfig: c, first: make(chan struct{}), leases: l, reporter: r,
 		actor: actor{KeeperConfig: c, leases: l, reporter: r}, factor: 1 + 2*rand.Float64(),
 	}
+
 	k.confirm = wait.Backoff{Least: min(leastConfirm, c.Resync), Most: c.Resync}
 	k.lasting = wait.Backoff{Least: min(leastLasting, c.Resync), Most: c.Resync}
 	done := sync.OnceFunc(func() { close(k.first) })
@@ -135,12 +136,14 @@ func (k *Keeper) compare(ctx context.Context) (again time.Duration, err error) {
 	for _, dst := range k.Own.Subnets {
 		p.wanted = append(p.wanted, want{Dst: dst, Target: target})
 	}
+
 	hosts, known := k.leases.hosts()
 	done := k.actor.run(ctx, view{
 		tables: tables, wanted: p.wanted, networks: k.Networks, subnets: k.Own.Subnets, self: target,
 		hosts: hosts, known: known, answered: k.leases.answered(),
 		since: k.since, now: time.Now(), resync: k.Resync, factor: k.factor,
 	}, p)
+
 	k.since = done.since
 
 	later, separate := k.separate(ctx, tables, hosts)
@@ -182,6 +185,7 @@ func (k *Keeper) separate(ctx context.Context, tables []Table, all []Host) (agai
 	if k.Tunnel {
 		return 0, nil
 	}
+
 	all = slices.DeleteFunc(all, func(h Host) bool { return h.Refused || slices.Equal(h.Subnets, k.Own.Subnets) })
 	before := k.apart
 	k.apart = map[string]time.Time{}
@@ -201,6 +205,7 @@ func (k *Keeper) separate(ctx context.Context, tables []Table, all []Host) (agai
 	if len(due) == 0 {
 		return again, nil
 	}
+
 	found, err := k.Cloud.Followed(ctx, due)
 	if err != nil {
 		return again, fmt.Errorf("find the hosts of leases in the cloud: %w", err)
@@ -210,6 +215,7 @@ func (k *Keeper) separate(ctx context.Context, tables []Table, all []Host) (agai
 	followed := func(id string) bool {
 		return slices.ContainsFunc(tables, func(t Table) bool { return t.Own && t.ID == id })
 	}
+
 	for i, table := range found {
 		if table != "" && !followed(table) {
 			subnets = append(subnets, due[i].Subnets[0].String())
@@ -219,6 +225,7 @@ func (k *Keeper) separate(ctx context.Context, tables []Table, all []Host) (agai
 	if len(subnets) == 0 {
 		return again, nil
 	}
+
 	const most = 3
 	if rest := len(subnets) - most; rest > 0 {
 		subnets = append(subnets[:most], fmt.Sprintf("%d more", rest))

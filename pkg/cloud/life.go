@@ -116,10 +116,12 @@ func decide(v view) (steps []step, since map[Route]time.Time, again time.Duratio
 			if why == "" && (r.State != Gone || !v.removable(r)) {
 				continue
 			}
+
 			begin, seen := v.since[r]
 			if !seen {
 				begin = v.now
 			}
+
 			since[r] = begin
 
 			if from.Before(begin) {
@@ -155,6 +157,7 @@ func decide(v view) (steps []step, since map[Route]time.Time, again time.Duratio
 			later = append(later, s)
 		}
 	}
+
 	for _, s := range gone {
 		if left[placeOf(s.Route)] > 0 {
 			left[placeOf(s.Route)]--
@@ -173,6 +176,7 @@ func (v view) puts() (steps []step) {
 		for _, r := range t.Routes {
 			present[r.Dst] = append(present[r.Dst], r)
 		}
+
 		for _, w := range v.wanted {
 			s := step{Route: w.in(t.ID)}
 			have := present[w.Dst]
@@ -183,11 +187,13 @@ func (v view) puts() (steps []step) {
 				}
 				return i >= 0
 			}
+
 			wrong := func(r Route) bool { return r.ours() && !r.fulfils(w) }
 			switch {
 			case at(func(r Route) bool { return r.ByCall && r.Foreign != "" && (!t.Several || !r.Lost()) }):
 				s.verb = refuse
 				s.reason = errForeign
+
 			case at(func(r Route) bool { return r.ours() && r.State == Changing }):
 				s.verb = refuse
 				s.reason = errChanging
@@ -198,6 +204,7 @@ func (v view) puts() (steps []step) {
 					s.verb = refuse
 					s.reason = errUnanswered
 				}
+
 			case at(wrong):
 				s.verb = replace
 			case slices.ContainsFunc(have, func(r Route) bool { return r.fulfils(w) }):
@@ -229,6 +236,7 @@ func (v view) useless(r Route) (why string, from time.Time, period time.Duration
 	if !v.removable(r) {
 		return "", from, 0
 	}
+
 	// This host knows its own lease without the store.
 	if r.Target == v.self && !slices.ContainsFunc(v.subnets, r.Dst.Overlaps) {
 		return whyMine, from, grace
@@ -236,6 +244,7 @@ func (v view) useless(r Route) (why string, from time.Time, period time.Duration
 	if v.known.IsZero() || leased(v.hosts, r.Dst) {
 		return "", from, 0
 	}
+
 	period = grace
 	if r.Lost() {
 		period = v.lostGrace()

@@ -31,6 +31,7 @@ func Look(tables []Table, networks []netip.Prefix, is func(Route) bool, states f
 	concerns := func(r Route) bool {
 		return r.ours() && is(r) && slices.ContainsFunc(networks, func(n netip.Prefix) bool { return prefix.Contains(n, r.Dst) })
 	}
+
 	targets := map[string]bool{}
 	for _, t := range tables {
 		for _, r := range t.Routes {

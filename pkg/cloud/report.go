@@ -88,11 +88,13 @@ func (r *reporter) note(tables []Table, p *plan, err error) {
 			want := w.in(t.ID)
 			now.Routes = append(now.Routes, RouteReport{want, right[want], p.right[want]})
 		}
+
 		table := TableReport{
 			ID: t.ID, Name: t.Name(), Own: t.Own,
 			Used:  map[prefix.Family]int{prefix.IPv4: t.Count(prefix.IPv4), prefix.IPv6: t.Count(prefix.IPv6)},
 			Quota: map[prefix.Family]int{},
 		}
+
 		for _, one := range p.problems {
 			if quota, ok := errors.AsType[*QuotaError](one.err); ok && quota.Table == t.ID && quota.Limit > 0 {
 				table.Quota[prefix.FamilyOf(one.dst.Addr())] = quota.Limit
@@ -106,6 +108,7 @@ func (r *reporter) note(tables []Table, p *plan, err error) {
 	for i := range now.Tables {
 		now.Tables[i].recall(r.report.Tables)
 	}
+
 	now.Good = r.report.Good
 	if err == nil {
 		now.Good = time.Now()

@@ -68,16 +68,19 @@ func (c claims) clash(other claims) string {
 			}
 		}
 	}
+
 	for _, d := range c.devices {
 		if slices.Contains(other.devices, d) {
 			return "both have the device " + d
 		}
 	}
+
 	for _, f := range c.files {
 		if slices.Contains(other.files, f) {
 			return "both have the file " + f
 		}
 	}
+
 	for _, p := range c.ports {
 		for _, o := range other.ports {
 			// Devices with equal VNIs have equal names, which the comparison of devices above finds. Devices of

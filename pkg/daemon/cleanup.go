@@ -73,6 +73,7 @@ func (c Cleanup) Run(ctx context.Context) error {
 		}
 		all = append(all, last)
 	}
+
 	traces := c.traces(all)
 	// Files are removed last, because another attempt needs them.
 	if err := oneline.Join(c.kernel(ctx, all), c.rules(ctx, traces.FormerNetworks(subnet.Config{}))); err != nil {
@@ -136,6 +137,7 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 		done.Leftovers, err = c.Backends.Recorded(c.StateDir)
 		errs = append(errs, err, c.leftovers(ctx, done.Leftovers))
 	}
+
 	told := map[string]bool{} // several configurations may own an object
 	for _, of := range c.owned(all) {
 		ops, err := dataplane.PlanRetire(ctx, kernel, of.Scope, dataplane.Scope{})
@@ -210,6 +212,7 @@ func (c Cleanup) files(all []lastknown.State) error {
 			return err
 		}
 	}
+
 	written = append(written, c.subnetFiles(all)...)
 	if info, err := os.Lstat(c.Socket); err == nil && info.Mode()&fs.ModeSocket != 0 {
 		written = append(written, c.Socket)
@@ -225,6 +228,7 @@ func (c Cleanup) files(all []lastknown.State) error {
 			}
 		}
 	}
+
 	err = c.remove(paths)
 	if c.Yes {
 		_ = os.Remove(c.StateDir) // fails if the directory contains other files

@@ -61,17 +61,20 @@ func Run(ctx context.Context, cfg Config) error {
 	if !cfg.Options.Several() { // the heap of a hundred networks would grow during their start, and keep holes
 		h.Tuner.Begin()
 	}
+
 	group.Go(func() error { return h.Tuner.Rest(members, s.Up(), s.StateIsWritten) })
 	group.Go(func() error { return health.Notifier{}.Watchdog(members, s) })
 	group.Go(func() error {
 		announce(members, s.Up())
 		return nil
 	})
+
 	group.Go(func() error { return h.Firewall.Run(members) })
 	group.Go(func() error {
 		defer s.Close()
 		return s.Run(members)
 	})
+
 	err = waitForGroup(ctx, members, group)
 	if ctx.Err() != nil { // the daemon should stop
 		s.Shutdown(context.WithoutCancel(ctx))
@@ -117,12 +120,14 @@ func waitForGroup(ctx, members context.Context, group *errgroup.Group) error {
 			klog.FromContext(ctx).Error(err, "cannot notify systemd")
 		}
 	})
+
 	done := make(chan error, 1)
 	go func() {
 		err := group.Wait()
 		<-notified
 		done <- err
 	}()
+
 	<-members.Done() // ends at the latest when all goroutines of group have returned
 	var err error
 	select {

@@ -48,6 +48,7 @@ func openFleet(ctx context.Context, h *network.Host, cfg Config) (served, error)
 		shared: &shared{host: h, cfg: cfg, etcd: m, roster: newRoster(), news: wait.NewSignal(), log: klog.FromContext(ctx)},
 		up:     make(chan struct{}),
 	}
+
 	for _, name := range slices.Sorted(slices.Values(o.Networks)) {
 		f.join(name)
 	}
@@ -68,6 +69,7 @@ func (f *fleet) recall() error {
 	if err != nil {
 		return err
 	}
+
 	for _, name := range names {
 		last, err := state.Read[lastknown.State](f.cfg.Options.StateDir, name)
 		if err != nil || last.Name == "" || last.Prefix != parentPrefix(f.cfg.Options) {
@@ -117,6 +119,7 @@ func (f *fleet) Run(ctx context.Context) error {
 			}
 		}
 	}
+
 	start()
 	group.Go(func() error {
 		for {
@@ -128,6 +131,7 @@ func (f *fleet) Run(ctx context.Context) error {
 			}
 		}
 	})
+
 	group.Go(func() error {
 		err := f.etcd.Networks(ctx, f.cfg.Options.Networks, f.known, func(now etcd.NetworkConfigs) {
 			f.apply(ctx, now)
@@ -167,6 +171,7 @@ func (f *fleet) apply(ctx context.Context, now etcd.NetworkConfigs) {
 	for _, name := range slices.Sorted(maps.Keys(now.Texts)) {
 		f.join(name)
 	}
+
 	f.listed = true
 	for _, m := range f.members {
 		text, exists := now.Texts[m.name]
@@ -241,6 +246,7 @@ func (f *fleet) Ready() (ready bool, reasons []string) {
 	if !f.listed && len(f.members) == 0 {
 		reasons = append(reasons, "networks: not known yet")
 	}
+
 	for _, m := range f.members {
 		counts, why := m.ready()
 		if f.listed && !counts {
@@ -280,6 +286,7 @@ func (f *fleet) status(ctx context.Context, q status.Query) (status.Report, erro
 	f.mu.Lock()
 	m := f.find(q.Network)
 	f.mu.Unlock()
+
 	switch {
 	case q.Network == "":
 		return f.overview(), nil
@@ -289,6 +296,7 @@ func (f *fleet) status(ctx context.Context, q status.Query) (status.Report, erro
 	if n := m.present(); n != nil {
 		return n.Report(ctx, q)
 	}
+
 	r := f.process()
 	r.Network.Name, r.Network.Phase = m.name, m.summary().Phase
 	r.Ready, r.Reasons = false, m.summary().Reasons

@@ -75,6 +75,7 @@ func (m *member) recall(last lastknown.State) error {
 	if catalog.Close != nil {
 		defer catalog.Close()
 	}
+
 	var claimed []claims
 	for _, f := range append([]lastknown.Former{{Config: last.Config, Interface: last.Interface}}, last.Former...) {
 		be, _, err := catalog.New(backend.Env{Network: m.name, Config: f.Config, Underlay: f.Interface})
@@ -83,6 +84,7 @@ func (m *member) recall(last lastknown.State) error {
 		}
 		claimed = append(claimed, claimsOf(f.Config, be))
 	}
+
 	m.roster.recall(m.name, claimed...)
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -108,10 +110,12 @@ func (m *member) offer(text []byte) {
 	if unchanged && m.recalled == nil {
 		return
 	}
+
 	m.text = text
 	if m.recalled != nil && text != nil && m.confirm() {
 		return
 	}
+
 	m.admitted = false
 	m.refused = nil
 	m.roster.withdraw(m.name)
@@ -146,6 +150,7 @@ func (m *member) admit(ctx context.Context) {
 	if m.text == nil || m.admitted {
 		return
 	}
+
 	cfg, wanted, err := m.validate(m.text)
 	if err == nil {
 		err = m.roster.promise(m.name, wanted)
@@ -307,10 +312,12 @@ func (m *member) serve(ctx context.Context, t task) error {
 	if t.refused != nil {
 		n.Refuse(t.refused)
 	}
+
 	running, stop := context.WithCancel(ctx)
 	defer stop()
 	done := make(chan error, 1)
 	go func() { done <- n.Run(running) }()
+
 	for {
 		select {
 		case err = <-done:
@@ -318,6 +325,7 @@ func (m *member) serve(ctx context.Context, t task) error {
 			return err
 		case <-m.wake:
 		}
+
 		switch now := m.next(); {
 		case now.retire:
 			stop()
@@ -502,6 +510,7 @@ func (m *member) summary() status.NetworkSummary {
 	if m.missing != nil {
 		s.Reasons = append(s.Reasons, m.missing.Error())
 	}
+
 	switch {
 	case m.refused != nil:
 		s.Reasons = append(s.Reasons, oneline.Text(m.refused))

@@ -23,6 +23,7 @@ func leaveOtherMode(ctx context.Context, h *network.Host, cfg Config) error {
 	if err != nil {
 		return err
 	}
+
 	for _, file := range names {
 		last, err := state.Read[lastknown.State](o.StateDir, file)
 		if err != nil {
@@ -32,6 +33,7 @@ func leaveOtherMode(ctx context.Context, h *network.Host, cfg Config) error {
 		if !ok {
 			continue
 		}
+
 		log := klog.FromContext(ctx).WithValues("network", last.Config.Prefixes())
 		switch err := retire(klog.NewContext(ctx, log), network.Config{Host: h, Options: former, Name: last.Name, Backends: cfg.Backends}); {
 		case errors.Is(err, state.ErrInUse):

@@ -70,6 +70,7 @@ func (r *roster) knot() string {
 			return !needed || slices.ContainsFunc(r.entries, func(o *entry) bool { return o != e && e.waitsFor(o, slices.Contains(waiting, o)) })
 		})
 	}
+
 	name := ""
 	for _, e := range waiting {
 		name = max(name, e.name)
@@ -171,6 +172,7 @@ func (r *roster) clash(name string, wanted claims) error {
 				return fmt.Errorf("it clashes with network %s, which was there first: %s", e.name, why)
 			}
 		}
+
 		for i, has := range e.claimed {
 			switch why := wanted.clash(has); {
 			case why == "":

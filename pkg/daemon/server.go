@@ -50,6 +50,7 @@ func listen(ctx, members context.Context, group *errgroup.Group, o options.Optio
 			group.Go(func() error { return health.Serve(members, ln, local) })
 		}
 	}
+
 	serve := func(addr string, h http.Handler) error {
 		if addr == "" {
 			return nil

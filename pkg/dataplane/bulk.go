@@ -61,6 +61,7 @@ func (b *bulkStart) run(ctx context.Context, want State, sweep bool) (puts int, 
 	if !b.fresh {
 		return puts, false
 	}
+
 	scope := b.cache.scope
 	scope.Connected = true
 	if !sweep && !want.usesDevices() { // a later call has the routes
@@ -70,6 +71,7 @@ func (b *bulkStart) run(ctx context.Context, want State, sweep bool) (puts int, 
 		_, _, _ = b.cache.refresh(ctx, scope)
 		return puts, true
 	}
+
 	b.fresh = false
 	b.cache.invalidate() // the passes read the whole state
 	have, err := b.cache.kernel.Read(ctx, scope)
@@ -97,6 +99,7 @@ func (b *bulkStart) makeLinks(ctx context.Context, want State) (puts int, fresh 
 	if len(want.Links) == 0 {
 		return 0, false
 	}
+
 	have, err := b.cache.kernel.Read(ctx, Scope{Devices: b.cache.scope.Devices})
 	if err != nil {
 		return 0, false

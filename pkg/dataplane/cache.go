@@ -39,6 +39,7 @@ func (c *cache) refresh(ctx context.Context, scope Scope) (changed Keys, all boo
 		if lost {
 			c.invalidate()
 		}
+
 		for _, e := range events {
 			if c.valid && c.applyEvent(e) {
 				changed.Add(e.Object)
@@ -48,6 +49,7 @@ func (c *cache) refresh(ctx context.Context, scope Scope) (changed Keys, all boo
 			return changed, false, nil
 		}
 	}
+
 	c.invalidate()
 	if c.State, err = c.kernel.Read(ctx, scope); err != nil {
 		return changed, true, fmt.Errorf("read kernel state: %w", err)
@@ -64,6 +66,7 @@ func (c *cache) applyEvent(e Event) bool {
 	if e.Nexthop != 0 {
 		return c.applyNexthopEvent(e.Nexthop)
 	}
+
 	switch o := e.Object.(type) {
 	case Route:
 		return c.applyRouteEvent(o, e)
@@ -108,6 +111,7 @@ func (c *cache) applyRouteEvent(r Route, e Event) bool {
 	i := slices.IndexFunc(c.Routes[r.Dst], func(have Route) bool {
 		return have.canonical() == r.canonical() && have.Protocol == r.Protocol && have.NexthopID == r.NexthopID && have.MTU == r.MTU
 	})
+
 	switch {
 	case e.Deleted && i >= 0:
 		c.Remove(c.Routes[r.Dst][i])
@@ -156,10 +160,12 @@ func (c *cache) applyRouteWrite(r Route, deleted bool) {
 		}
 		return
 	}
+
 	candidates := c.candidates(r)
 	if len(candidates) > 1 { // the cache cannot tell which one the kernel has replaced
 		c.invalidate()
 	}
+
 	for _, old := range candidates {
 		if old.Multipath { // a dump leaves out IPv6 routes between the next hops of a multipath route
 			c.invalidate()

@@ -67,6 +67,7 @@ func (p *planner) links() {
 		if w.TxChecksum == OffloadAuto { // any setting is right; have contains the kernel's setting if Scope.TxChecksum is set
 			h.TxChecksum = OffloadAuto
 		}
+
 		switch {
 		case ok && h == w:
 			continue
@@ -84,6 +85,7 @@ func (p *planner) addrs() {
 			p.put(a)
 		}
 	}
+
 	for a := range p.have.Addrs {
 		_, wanted := p.want.Addrs[a]
 		switch {
@@ -196,6 +198,7 @@ func (p *planner) destination(w Route, have []Route) {
 		p.sweepRoutes(slices.DeleteFunc(slices.Clone(have), isUnreachable))
 		have = slices.DeleteFunc(slices.Clone(have), func(h Route) bool { return !isUnreachable(h) })
 	}
+
 	for _, h := range have {
 		if h.Protocol == protoKernel {
 			p.refused = append(p.refused, Refusal{Route: w, Reason: fmt.Sprintf("%s is directly connected to %s", w.Dst, h.Dev), Dev: h.Dev})
@@ -203,10 +206,12 @@ func (p *planner) destination(w Route, have []Route) {
 			return
 		}
 	}
+
 	i := slices.IndexFunc(have, func(h Route) bool { return h.same(w) })
 	if i < 0 {
 		p.put(w)
 	}
+
 	for j, h := range have {
 		if j == i {
 			continue

@@ -193,11 +193,13 @@ func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep 
 			r.dropped = append(r.dropped, route.canonical())
 		}
 	}
+
 	for _, o := range added {
 		if route, ok := o.(Route); ok {
 			r.record(route)
 		}
 	}
+
 	r.want.Remove(removed...)
 	r.want.Add(added...)
 	r.dirty.Add(removed...)
@@ -219,6 +221,7 @@ func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 	if sweep && !r.swept { // earlier passes without sweep may have left objects with any key
 		r.all = true
 	}
+
 	for route := range r.unreachable { // try again
 		addKey(&r.dirty.dsts, route.Dst)
 	}
@@ -241,6 +244,7 @@ func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 			r.finish(&report, sweep)
 			return report, nil
 		}
+
 		err = r.apply(ctx, changes.Ops)
 		report.count(changes.Ops, func(o Object) bool { return drifted.has(o) || !everywhere && !named.has(o) })
 		if err != nil {
@@ -264,10 +268,12 @@ func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 		have, want = have.Only(r.dirty), want.Only(r.dirty)
 		maps.DeleteFunc(r.refused, func(route Route, _ Refusal) bool { return r.dirty.has(route) })
 	}
+
 	changes := Plan(have, want, r.cache.scope, r.recorded, sweep)
 	if !sweep {
 		changes.Ops = append(changes.Ops, r.planGone(changes.Ops)...)
 	}
+
 	for _, refusal := range changes.Refused {
 		r.refused[refusal.Route.canonical()] = refusal
 	}
@@ -310,6 +316,7 @@ func (r *Reconciler) finish(report *Report, sweep bool) {
 		}
 		r.dropped = nil
 	}
+
 	r.dirty = Keys{}
 	r.gone = Keys{}
 	r.all = false
@@ -319,6 +326,7 @@ func (r *Reconciler) finish(report *Report, sweep bool) {
 			report.Refused = append(report.Refused, refusal)
 		}
 	}
+
 	report.Unreachable = len(r.unreachable) > 0
 	report.Rerouted = r.cache.rerouted
 	r.cache.rerouted = false
@@ -339,6 +347,7 @@ func (r *Reconciler) apply(ctx context.Context, ops []Op) error {
 			errs = append(errs, e)
 		}
 	}
+
 	switch {
 	case refused < len(failures): // only a read can tell what the failures have left behind
 		r.cache.invalidate()

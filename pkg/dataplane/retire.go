@@ -22,6 +22,7 @@ func PlanRetire(ctx context.Context, k Kernel, former, present Scope) ([]Op, err
 			deleted = append(deleted, name)
 		}
 	}
+
 	ops := slices.DeleteFunc(Plan(have, NewState(), former, nil, true).Ops, func(op Op) bool {
 		return present.has(op.Object) || slices.Contains(deleted, DeviceOf(op.Object))
 	})

@@ -144,21 +144,25 @@ func (s State) all() iter.Seq[Object] {
 				return
 			}
 		}
+
 		for a := range s.Addrs {
 			if !yield(a) {
 				return
 			}
 		}
+
 		for _, n := range s.Neighs {
 			if !yield(n) {
 				return
 			}
 		}
+
 		for _, f := range s.FDB {
 			if !yield(f) {
 				return
 			}
 		}
+
 		for r := range s.AllRoutes() {
 			if !yield(r) {
 				return
@@ -178,6 +182,7 @@ func (s State) has(o Object) (ok bool) {
 			have.TxChecksum = OffloadAuto
 		}
 		ok = have == o
+
 	case Addr:
 		_, ok = s.Addrs[o]
 	case Neigh:

@@ -84,6 +84,7 @@ func Examine(networks ...Facts) []Finding {
 			}
 		}
 	}
+
 	slices.SortStableFunc(findings, func(a, b Finding) int {
 		switch {
 		case a.Serious == b.Serious:
@@ -158,6 +159,7 @@ func (h Facts) daemon() []Finding {
 	if h.Unread != nil {
 		found = append(found, note("not everything could be examined: "+h.Unread.Error(), "run flannelctl as root"))
 	}
+
 	for _, r := range h.Report.Reasons {
 		found = append(found, serious("flanneld is not ready: "+r, "flannelctl status"))
 	}
@@ -187,6 +189,7 @@ func (h Facts) peersIn(state status.State, finding func(names string, subnets []
 	if h.Report == nil {
 		return nil
 	}
+
 	var names []string
 	var subnets []netip.Prefix
 	for _, p := range h.Report.Peers {
@@ -200,6 +203,7 @@ func (h Facts) peersIn(state status.State, finding func(names string, subnets []
 		names = append(names, name)
 		subnets = append(subnets, p.Subnets...)
 	}
+
 	switch {
 	case len(names) == 0:
 		return nil
@@ -216,6 +220,7 @@ func (h Facts) sharedAddresses() []Finding {
 	if h.Report == nil {
 		return nil
 	}
+
 	var found []Finding
 	for _, s := range h.Report.SharedPublicIPs {
 		problem := fmt.Sprintf("the leases %s have the public address %s: all are served, but a host that is gone may have left some of them", oneline.List(s.Leases, ", "), s.PublicIP)
@@ -347,10 +352,12 @@ func (h Facts) firewalldFix() string {
 			sources = append(sources, p.String())
 		}
 	}
+
 	var fix []string
 	for _, s := range sources {
 		fix = append(fix, "firewall-cmd --permanent --zone=trusted --add-source="+s)
 	}
+
 	for _, port := range h.ports() {
 		fix = append(fix, fmt.Sprintf("firewall-cmd --permanent --add-port=%d/udp", port))
 	}
@@ -363,6 +370,7 @@ func (h Facts) udev() []Finding {
 	if h.backend() != "vxlan" || !h.exists("usr/lib/systemd/network/99-default.link") && !h.exists("lib/systemd/network/99-default.link") {
 		return nil
 	}
+
 	links, _ := fs.Glob(h.Files, "etc/systemd/network/*.link")
 	for _, l := range links {
 		if text, _ := h.text(l); strings.Contains(text, "flannel") {
@@ -425,6 +433,7 @@ func (h Facts) modules() []Finding {
 	if !ok || h.exists("sys/module/"+module) {
 		return nil
 	}
+
 	for _, list := range []string{"modules.dep", "modules.builtin"} {
 		if text, ok := h.text("lib/modules/" + h.Release + "/" + list); ok && strings.Contains(text, "/"+module+".ko") {
 			return nil

@@ -73,6 +73,7 @@ func (h Facts) accept(b firewall.Block) string {
 			network = n
 		}
 	}
+
 	nft := b.Program == "nft"
 	switch {
 	case nft && b.Out == "":

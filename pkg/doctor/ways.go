@@ -101,6 +101,7 @@ func (h Facts) ways() []Finding {
 	if h.Report == nil {
 		return nil
 	}
+
 	expected := map[netip.Prefix][]Route{}
 	for _, p := range h.Report.Peers {
 		for i, s := range p.Subnets {
@@ -126,6 +127,7 @@ func (h Facts) ways() []Finding {
 		}
 		found = append(found, f)
 	}
+
 	for i, f := range found {
 		var names []string
 		for _, s := range f.Subnets {
@@ -162,6 +164,7 @@ func (h Facts) wayFinding(w Way, expected []Route) (f Finding, wrong bool) {
 		}
 		return cut("rule", to, h.ruleFix(w, rule), w.Subnet), true
 	}
+
 	// Before Linux 6.13 the filter has an error of its own, EXDEV. Later versions return EINVAL, as for a blackhole.
 	if r.Err != nil && w.Sent.Err == nil && h.strict(w.In) && (errors.Is(r.Err, syscall.EXDEV) || errors.Is(r.Err, syscall.EINVAL)) {
 		return cut("rp_filter", fmt.Sprintf("rp_filter is strict on %s, and the route back to %s leads elsewhere", w.In, whose[len("packets "):]),
@@ -194,6 +197,7 @@ func RoutesTo(p status.Peer) (routes []Route) {
 		if len(words) == 0 || words[0] != "route" {
 			continue
 		}
+
 		var r Route
 		for i, word := range words[:len(words)-1] {
 			switch word {
@@ -225,6 +229,7 @@ func (h Facts) bridges() []Finding {
 	if h.Report == nil {
 		return nil
 	}
+
 	var found []Finding
 	mtu := h.Report.Network.MTU
 	for _, b := range h.Bridges {
@@ -232,6 +237,7 @@ func (h Facts) bridges() []Finding {
 			in := func(p netip.Prefix) int {
 				return slices.IndexFunc(b.Addresses, func(a netip.Prefix) bool { return p.Contains(a.Addr()) })
 			}
+
 			former := -1
 			for _, n := range h.Report.Network.Prefixes {
 				if n.Overlaps(own) {
@@ -245,6 +251,7 @@ func (h Facts) bridges() []Finding {
 				))
 			}
 		}
+
 		switch {
 		case mtu > 0 && b.MTU > mtu:
 			found = append(found, cut("mtu",

@@ -29,6 +29,7 @@ func Parse(text string) (Named, error) {
 	if len(text) > maxName+len("[]:65535") {
 		return Named{}, errForm
 	}
+
 	host, port, err := net.SplitHostPort(text)
 	if err != nil { // there is no port
 		host = text
@@ -62,6 +63,7 @@ func isName(s string) bool {
 	if len(s) > maxName {
 		return false
 	}
+
 	labels := strings.Split(s, ".")
 	for _, l := range labels {
 		strange := func(r rune) bool {

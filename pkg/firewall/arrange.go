@@ -37,10 +37,12 @@ func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 	for _, n := range neighbours(c, have) {
 		networks[n] = false
 	}
+
 	for _, n := range t.Own {
 		networks[n] = true
 	}
 	known := func(n netip.Prefix) bool { _, ok := networks[n]; return ok }
+
 	// Apart from the rules of other daemons, the chain should contain own and now contains rest.
 	var own, rest []Rule
 	for i, r := range have {
@@ -57,6 +59,7 @@ func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 	if !a.Empty() {
 		a.Common = common(c)
 	}
+
 	own = slices.Concat(a.Common, a.Own)
 	a.Exact = slices.Equal(rest, own) && (len(a.Others) == 0 || a.Others[0] >= len(a.Common))
 	return a
@@ -115,6 +118,7 @@ func (t Table) Legacy(c Chain, r Rule, commented bool) bool {
 		same := slices.Contains(t.rules[Forward], r)
 		return (commented || same) && (r == Rule{Src: In(n), Action: Accept} || r == Rule{Dst: In(n), Action: Accept})
 	}
+
 	subnetOf := func(m Match) bool { return m.Prefix.IsValid() && !m.Not && prefix.Contains(n, m.Prefix) }
 	switch {
 	case r.Action == Return && r.Src == In(n):

@@ -196,6 +196,7 @@ func TableOf(f prefix.Family, policies ...Policy) Table {
 			}
 		}
 	}
+
 	t.append(Postrouting, append(fromPods, fromOthers...)...)
 	for _, p := range policies {
 		for _, n := range p.Former {
@@ -219,6 +220,7 @@ func (t *Table) add(p Policy, n Network) {
 	if !p.Guard || !p.Wanted() {
 		return
 	}
+
 	for _, tunnel := range n.Tunnels {
 		t.append(GuardForward, n.guard(tunnel)...)
 		t.append(GuardInput, append(n.guard(tunnel), Rule{Src: In(n.Network), Dst: In(n.Subnet), Payload: tunnel, Action: Drop})...)
@@ -245,6 +247,7 @@ func (p Policy) keepSource(n Network) []Rule {
 	if !p.Several {
 		rules = append(rules, toOwnPods(n))
 	}
+
 	f := prefix.FamilyOf(n.Network.Addr())
 	for _, cidr := range p.NonMasquerade {
 		r := Rule{Src: network, Dst: In(cidr), Action: Return}

@@ -44,6 +44,7 @@ func Handler(s Source) http.Handler {
 				return
 			}
 			respond(w, http.StatusOK, "flanneld is running")
+
 		case "/readyz":
 			if ready, reasons := s.Ready(); !ready {
 				respond(w, http.StatusServiceUnavailable, "flanneld is not ready yet", reasons...)
@@ -92,6 +93,7 @@ func Serve(ctx context.Context, ln net.Listener, h http.Handler) error {
 		// Errors that clients cause do not belong in the daemon's log.
 		ErrorLog: log.New(io.Discard, "", 0),
 	}
+
 	stopped := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
 		defer close(stopped)
@@ -101,6 +103,7 @@ func Serve(ctx context.Context, ln net.Listener, h http.Handler) error {
 			srv.Close()
 		}
 	})
+
 	err := srv.Serve(limit(ln))
 	if !stop() {
 		<-stopped

@@ -62,6 +62,7 @@ func (Notifier) Watchdog(ctx context.Context, s Source) error {
 	if interval == 0 {
 		return nil
 	}
+
 	tick := time.NewTicker(max(interval/2, time.Millisecond))
 	defer tick.Stop()
 	for {
@@ -110,6 +111,7 @@ func send(ctx context.Context, path string, message []byte, files []int) error {
 	if len(files) > 0 {
 		rights = unix.UnixRights(files...)
 	}
+
 	var failed error
 	err = raw.Write(func(fd uintptr) bool {
 		failed = unix.Sendmsg(int(fd), message, rights, nil, 0)

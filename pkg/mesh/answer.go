@@ -69,6 +69,7 @@ func (m *Matrix) parse(i int, body []byte) (r row, err error) {
 	if err := json.Unmarshal(body, &a); err != nil {
 		return r, fmt.Errorf("its answer is not a status: %w", err)
 	}
+
 	switch {
 	case len(a.Networks) > 0 && string(a.Networks) != "null":
 		return r, errNetworks
@@ -88,10 +89,12 @@ func eachPath(list json.RawMessage, f func(status.Path) error) error {
 	if len(list) == 0 || list[0] != '[' {
 		return errors.New("its answer has no list of paths")
 	}
+
 	d := json.NewDecoder(bytes.NewReader(list))
 	if _, err := d.Token(); err != nil {
 		return fail(0, err)
 	}
+
 	for n := 1; d.More(); n++ {
 		var p status.Path
 		if err := d.Decode(&p); err != nil {
@@ -115,6 +118,7 @@ func (m *Matrix) add(r *row, i int, p status.Path) error {
 	if p.RTT < 0 || p.RTT > maxRTT {
 		return fmt.Errorf("a round trip of %v ms", p.RTT)
 	}
+
 	result := Result(p.Broken)
 	switch {
 	case p.OK && p.Broken == "":
@@ -124,15 +128,18 @@ func (m *Matrix) add(r *row, i int, p status.Path) error {
 	case p.Broken == string(paths.Unknown):
 		result = Unknown
 	}
+
 	all := results()
 	rank := slices.Index(all[:], result)
 	if rank < 0 {
 		return fmt.Errorf("the result is %q, expected one of %v", p.Broken, all)
 	}
+
 	to, known := m.index[p.Peer]
 	if !known || to == i {
 		return nil
 	}
+
 	now := cell{result: uint8(rank)} //nolint:gosec // results has six elements
 	if result == OK {
 		now.rtt = float32(p.RTT)
@@ -140,6 +147,7 @@ func (m *Matrix) add(r *row, i int, p status.Path) error {
 	if was := r.cells[to]; was.result > now.result || was.result == now.result && was.rtt >= now.rtt && was.result != 0 {
 		return nil // the path of the other family is worse
 	}
+
 	r.cells[to] = now
 	delete(r.advice, to)
 	if result.Broken() && p.Advice != "" && len(r.advice) < maxAdvice {

@@ -54,6 +54,7 @@ func (m *Matrix) Data() Data {
 		}
 		d.Hosts = append(d.Hosts, one)
 	}
+
 	for _, p := range m.Broken(MaxBroken) {
 		d.Broken = append(d.Broken, m.data(p))
 	}
@@ -61,6 +62,7 @@ func (m *Matrix) Data() Data {
 	if len(m.Hosts) > MaxCells {
 		return d
 	}
+
 	for from := range m.Hosts {
 		for to := range m.Hosts {
 			if c := m.Cell(from, to); c.Result != Unknown {

@@ -55,6 +55,7 @@ func (m *Matrix) Summary() Summary {
 		if r.cells == nil {
 			s.Silent = append(s.Silent, from)
 		}
+
 		for to := range n {
 			if from == to {
 				continue
@@ -103,6 +104,7 @@ func parts(hosts []Counts, limit int) (part, extra int) {
 			counts = append(counts, c.Broken)
 		}
 	}
+
 	slices.Sort(counts)
 	for i, n := range counts {
 		left := len(counts) - i

@@ -37,6 +37,7 @@ func (m *Matrix) SVG(w io.Writer) error {
 	for _, i := range shown {
 		longest = max(longest, len([]rune(m.label(i))))
 	}
+
 	left := longest*charWidth + cellSize
 	top := left + 2*lineHeight
 	side := len(shown) * cellSize
@@ -44,6 +45,7 @@ func (m *Matrix) SVG(w io.Writer) error {
 	if len(shown) < len(m.Hosts) {
 		title += fmt.Sprintf("; the %d worst hosts", len(shown))
 	}
+
 	key := explanation()
 	width := max(left+side+left, len(title)*charWidth+2*cellSize, 300)
 	height := top + side + (len(key)+1)*lineHeight
@@ -51,12 +53,14 @@ func (m *Matrix) SVG(w io.Writer) error {
 	fmt.Fprintf(&b, "\n<title id=\"title\">%s</title>\n<style>%s</style>\n", escape(title), style)
 	fmt.Fprintf(&b, `<rect class="page" width="%d" height="%d"/>`+"\n", width, height)
 	fmt.Fprintf(&b, `<text x="%d" y="%d">%s</text>`+"\n", cellSize, lineHeight, escape(title))
+
 	for n, i := range shown {
 		x := left + n*cellSize
 		y := top + n*cellSize
 		fmt.Fprintf(&b, `<text class="row" x="%d" y="%d">%s</text>`+"\n", left-4, y+cellSize-4, escape(m.label(i)))
 		fmt.Fprintf(&b, `<text transform="translate(%d %d) rotate(-90)">%s</text>`+"\n", x+cellSize-4, top-4, escape(m.label(i)))
 	}
+
 	for row, from := range shown {
 		for column, to := range shown {
 			if from != to {
@@ -64,11 +68,13 @@ func (m *Matrix) SVG(w io.Writer) error {
 			}
 		}
 	}
+
 	for n, k := range key {
 		y := top + side + (n+1)*lineHeight
 		k.cell.draw(&b, cellSize, y-cellSize+4, k.text)
 		fmt.Fprintf(&b, `<text x="%d" y="%d">%s</text>`+"\n", 2*cellSize+4, y, escape(k.text))
 	}
+
 	b.WriteString("</svg>\n")
 	_, err := b.WriteTo(w)
 	return err
@@ -114,6 +120,7 @@ func explanation() []keyLine {
 		lines = append(lines, keyLine{Cell{Result: OK, RTT: below}, "round trip " + c.text})
 		below = c.below
 	}
+
 	for _, r := range results() {
 		switch r {
 		case OK:

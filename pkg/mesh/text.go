@@ -106,11 +106,13 @@ func (m *Matrix) Text(w io.Writer) error {
 	if n := len(m.Hosts); n > maxWords && n <= maxLetters {
 		fmt.Fprintln(w, legend())
 	}
+
 	fmt.Fprintln(w)
 	fmt.Fprintln(w, "paths:", s.Counts)
 	for _, p := range m.Broken(maxLines) {
 		fmt.Fprintf(w, "%s -> %s: %s: %s\n", m.Hosts[p.From].Name, m.Hosts[p.To].Name, p.Result, p.Advice)
 	}
+
 	more(w, s.Broken, "broken paths")
 	for _, i := range s.Silent[:min(len(s.Silent), maxLines)] {
 		fmt.Fprintf(w, "nothing is known from %s: %s\n", m.Hosts[i], m.Problem(i))
@@ -134,6 +136,7 @@ func (m *Matrix) writeCells(w io.Writer, title string, text func(Cell) string, c
 	for to := range m.Hosts {
 		fmt.Fprintf(w, "\t%s", column(to))
 	}
+
 	for from, h := range m.Hosts {
 		fmt.Fprintln(w)
 		if len(m.Hosts) > maxWords {

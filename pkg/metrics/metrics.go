@@ -71,6 +71,7 @@ func New(network string, probe bool) *Metrics {
 	counter := func(name, help string) prometheus.Counter {
 		return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "flannel", Name: name, Help: help})
 	}
+
 	m := &Metrics{
 		registry: prometheus.NewRegistry(), network: network,
 		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
@@ -90,6 +91,7 @@ func New(network string, probe bool) *Metrics {
 		}),
 		firewallFailures: counter("firewall_failures_total", "Attempts to program masquerade or forward rules that failed and are repeated. The log and /readyz give the reason."),
 	}
+
 	m.register(m.registry, m.duration, m.failures, m.repaired, m.differed, m.firewallRepairs, m.firewallFailures)
 	if probe {
 		m.register(m.registry, m.roundTrips)
@@ -220,15 +222,18 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		//nolint:promlinter // promlinter does not find the description; a test lints the names
 		ch <- prometheus.MustNewConstMetric(all[name].Desc, all[name].kind, value, labels...)
 	}
+
 	at := func(name string, t time.Time) {
 		if !t.IsZero() {
 			set(name, float64(t.UnixMilli())/1000)
 		}
 	}
+
 	set("build", 1, version.Version, runtime.Version())
 	if values.Backend != "" {
 		set("backend", 1, values.Backend, values.Mode)
 	}
+
 	set("ready", number(values.Ready))
 	set("store", number(values.Connected))
 	set("restart", number(values.RestartNeeded))
@@ -241,10 +246,12 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	if values.Peers != nil {
 		set("narrow", float64(values.NarrowPaths))
 	}
+
 	for kind, n := range values.Objects {
 		set("objects", float64(n.Present), kind)
 		set("wanted", float64(n.Wanted), kind)
 	}
+
 	for state, n := range values.Pool {
 		set("pool", float64(n), state)
 	}
@@ -254,12 +261,14 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		}
 		set("broken", float64(values.Paths.Unreachable()))
 	}
+
 	for backend, n := range values.Carried {
 		set("carried", float64(n), backend)
 	}
 	for reason, n := range values.Dropped {
 		set("dropped", float64(n), reason)
 	}
+
 	for backend, n := range values.LocationPeers {
 		set("locationPeers", float64(n), backend)
 	}
@@ -269,10 +278,12 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	if values.Cloud == nil {
 		return
 	}
+
 	at("cloudGood", values.Cloud.Good)
 	for _, c := range values.Cloud.Calls {
 		set("cloudCalls", float64(c.N), c.Name, c.Result)
 	}
+
 	for _, t := range values.Cloud.Tables {
 		for family, n := range t.Used {
 			set("cloudRoutes", float64(n), t.ID, family.String())

@@ -24,6 +24,7 @@ func Join(errs ...error) error {
 			some = append(some, err)
 		}
 	}
+
 	switch len(some) {
 	case 0:
 		return nil

@@ -24,6 +24,7 @@ func (o *Options) check() error {
 		// programs may write a node's annotations or a ConfigMap.
 		o.AllowExtensionBackend = !o.KubeSubnetMgr
 	}
+
 	for _, pair := range [][2]given{
 		{{"etcd-username", o.EtcdUsername}, {"etcd-password", o.EtcdPassword.Reveal()}},
 		{{"etcd-keyfile", o.EtcdKeyFile}, {"etcd-certfile", o.EtcdCertFile}},
@@ -32,6 +33,7 @@ func (o *Options) check() error {
 			return err
 		}
 	}
+
 	files := []given{
 		{"etcd-keyfile", o.EtcdKeyFile}, {"etcd-certfile", o.EtcdCertFile}, {"etcd-cafile", o.EtcdCAFile},
 		{"kubeconfig-file", o.KubeconfigFile},
@@ -39,6 +41,7 @@ func (o *Options) check() error {
 	if o.KubeSubnetMgr {
 		files = append(files, given{"net-config-path", o.NetConfigPath})
 	}
+
 	for _, f := range files {
 		if err := o.readable(f); err != nil {
 			return err
@@ -50,6 +53,7 @@ func (o *Options) check() error {
 	if slices.Contains(o.Iface, "node-ip") && !o.KubeSubnetMgr {
 		return fmt.Errorf("%s node-ip needs %s: with etcd a host has no Node, expected a name or an address", o.Source("iface"), o.Source("kube-subnet-mgr"))
 	}
+
 	switch {
 	case o.LocationLabel == "":
 	case o.Location != "":
@@ -57,6 +61,7 @@ func (o *Options) check() error {
 	case !o.KubeSubnetMgr:
 		return fmt.Errorf("%s needs %s: with etcd, expected %s", o.Source("location-label"), o.Source("kube-subnet-mgr"), o.Source("location"))
 	}
+
 	for _, f := range []given{{"subnet-file", o.SubnetFile}, {"status-socket", o.StatusSocket}} {
 		if info, err := os.Stat(f.value); err == nil && info.IsDir() {
 			return fmt.Errorf("%s %q is a directory: expected a file", o.Source(f.name), f.value)
@@ -69,6 +74,7 @@ func (o *Options) check() error {
 		return fmt.Errorf("%s works with text logs only: expected %s text",
 			o.Source("log_backtrace_at"), o.Source("log-format"))
 	}
+
 	tls := o.EtcdCertFile != "" || o.EtcdCAFile != ""
 	if tls && !o.KubeSubnetMgr && scheme(o.EtcdEndpoints[0]) == "http" {
 		o.Warnings = append(o.Warnings, "the TLS files for etcd are not used: "+
@@ -83,10 +89,12 @@ func (o *Options) checkNetworks() error {
 	if !o.Several() {
 		return nil
 	}
+
 	flag := "watch-networks"
 	if len(o.Networks) > 0 {
 		flag = "networks"
 	}
+
 	switch {
 	case o.KubeSubnetMgr:
 		return fmt.Errorf("%s needs etcd: in Kubernetes a Node has one podCIDR for each address family, so there is one network", o.Source(flag))
@@ -118,6 +126,7 @@ func (o *Options) readable(f given) error {
 	if f.value == "" {
 		return nil
 	}
+
 	info, err := os.Stat(f.value)
 	if err == nil {
 		if info.IsDir() {

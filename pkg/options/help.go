@@ -46,10 +46,12 @@ func (s setting) help(b *strings.Builder) {
 	if s.name != "version" {
 		head = fmt.Sprintf("%-*s %s", helpEnvAt, head, envName(s.name))
 	}
+
 	words := strings.Fields(s.usage)
 	if s.def != "" && s.name != "version" {
 		words = append(words, "(default "+s.def+")")
 	}
+
 	b.WriteString(head + "\n")
 	for _, line := range wrap(words, helpWidth-helpIndent) {
 		fmt.Fprintf(b, "%*s%s\n", helpIndent, "", line)

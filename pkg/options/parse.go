@@ -39,6 +39,7 @@ func Parse(args, env []string) (Options, error) {
 			return Options{}, fmt.Errorf("default of --%s: %w", s.name, err)
 		}
 	}
+
 	flags, err := commandLine(all, args)
 	if err != nil {
 		return Options{}, err
@@ -49,6 +50,7 @@ func Parse(args, env []string) (Options, error) {
 	if o.version {
 		return Options{}, ErrVersion
 	}
+
 	vars, warnings := environment(all, env, flags)
 	if err := o.apply(all, vars); err != nil {
 		return Options{}, err
@@ -142,6 +144,7 @@ func commandLine(all []setting, args []string) (values, error) {
 		found[s.name] = &collected{source: "--" + s.name, toggle: s.toggle}
 		fs.Var(found[s.name], s.name, "")
 	}
+
 	err := fs.Parse(args)
 
 	// Templates that leave a value empty pass an empty argument, such as kubespray's
@@ -149,6 +152,7 @@ func commandLine(all []setting, args []string) (values, error) {
 	for err == nil && fs.NArg() > 0 && fs.Arg(0) == "" {
 		err = fs.Parse(fs.Args()[1:])
 	}
+
 	read := args[:len(args)-fs.NArg()]
 	switch {
 	case errors.Is(err, flag.ErrHelp):
@@ -158,6 +162,7 @@ func commandLine(all []setting, args []string) (values, error) {
 	case fs.NArg() > 0:
 		return nil, badArgument(fs, read, fs.Arg(0))
 	}
+
 	for name, c := range found {
 		if len(c.texts) == 0 {
 			delete(found, name)
@@ -175,6 +180,7 @@ func badFlag(fs *flag.FlagSet, all []setting, read []string) error {
 		last = read[len(read)-1]
 		name, _, _ = strings.Cut(strings.TrimLeft(last, "-"), "=")
 	}
+
 	unknown := last != name && fs.Lookup(name) == nil
 	switch near, ok := spell.Meant(name, names(all)); {
 	case !unknown && fs.NArg() > 0:
@@ -207,6 +213,7 @@ func environment(all []setting, env []string, flags values) (vars values, warnin
 	for _, s := range all {
 		byVar[envName(s.name)] = s.name
 	}
+
 	known := names(all)
 	vars = values{}
 	for _, kv := range env {
@@ -214,6 +221,7 @@ func environment(all []setting, env []string, flags values) (vars values, warnin
 		if !strings.HasPrefix(variable, envPrefix) || text == "" {
 			continue
 		}
+
 		name, ok := byVar[variable]
 		if !ok {
 			name = strings.ToLower(strings.TrimPrefix(variable, envPrefix))
@@ -222,6 +230,7 @@ func environment(all []setting, env []string, flags values) (vars values, warnin
 			}
 			continue
 		}
+
 		// --version has no variable, because it is not a setting.
 		if _, given := flags[name]; !given && name != "version" {
 			vars[name] = &collected{source: variable, texts: []string{text}}

@@ -345,12 +345,14 @@ func etcdEndpoint(e string) error {
 			return malformed
 		}
 		host = u.Host
+
 	case "unix", "unixs":
 		if _, at, _ := strings.Cut(e, "://"); at == "" {
 			return errors.New("expected unix:// with the path of a socket")
 		}
 		return nil
 	}
+
 	name, number, err := net.SplitHostPort(host)
 	if err != nil || !isHost(name) || !isPort(number) {
 		return malformed
@@ -400,10 +402,12 @@ func apiURL(s string) (string, error) {
 	if s == "" {
 		return "", nil
 	}
+
 	full := s
 	if scheme(s) == "" { // host:port is sufficient for the Kubernetes client
 		full = "https://" + s
 	}
+
 	u, err := url.Parse(full)
 	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
 		return "", errors.New("expected a URL such as https://host:port")

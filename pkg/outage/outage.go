@@ -64,6 +64,7 @@ func (t *Tracker) Report(ctx context.Context, activity string, err error) {
 		}
 		return
 	}
+
 	delete(t.failing, activity)
 	switch {
 	case len(t.failing) > 0:

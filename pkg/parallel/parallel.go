@@ -33,6 +33,7 @@ func For(n int, f func(i int)) {
 			}
 		}
 	}
+
 	var wg sync.WaitGroup
 	for range min(runtime.GOMAXPROCS(0), n/least) - 1 {
 		wg.Go(work)

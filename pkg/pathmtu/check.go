@@ -79,14 +79,17 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	if !p.maySearch(s) {
 		return present
 	}
+
 	rtt, ok := p.tries(ctx, path, small, firstPatience, 1)
 	if !ok || present <= path.Least { // no packet passes at all, or the path may have no smaller size
 		return present
 	}
+
 	patience := max(leastPatience, 3*rtt)
 	if _, ok := p.tries(ctx, path, present, patience, retries); ok { // the first packet was lost by chance
 		return present
 	}
+
 	s.searches.Allow()
 	select {
 	case p.searches <- struct{}{}:
@@ -97,6 +100,7 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	if path.Least >= common { // the MTU cannot be smaller, so this size needs no test
 		p.set(s, path.Least)
 	}
+
 	size := search(path.Least, present, p.lastFound(path.Device), func(size int) (ok, more bool) {
 		_, ok = p.tries(ctx, path, size, patience, searchTries)
 		if ok {
@@ -141,6 +145,7 @@ func search(passes, tooBig, other int, try func(size int) (ok, more bool)) int {
 	if other < common || other <= passes || other+1 >= tooBig {
 		return ping.Largest(passes, tooBig, common, try)
 	}
+
 	ok, more := try(other)
 	switch {
 	case !more:

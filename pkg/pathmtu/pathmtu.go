@@ -58,6 +58,7 @@ func (p *Prober) Run(ctx context.Context) {
 		defer pinger.Close()
 		p.echo = echoes(pinger)
 	}
+
 	slots := make(chan struct{}, atOnce)
 	for ctx.Err() == nil {
 		s, pause := p.next(time.Now())
@@ -65,6 +66,7 @@ func (p *Prober) Run(ctx context.Context) {
 			_ = wait.ForOr(ctx, pause, p.added)
 			continue
 		}
+
 		select {
 		case slots <- struct{}{}:
 		case <-ctx.Done():
@@ -73,6 +75,7 @@ func (p *Prober) Run(ctx context.Context) {
 		if p.Limit.Wait(ctx) != nil {
 			return
 		}
+
 		checks.Go(func() {
 			defer func() { <-slots }()
 			p.check(ctx, s)

@@ -64,16 +64,19 @@ func (p *Prober) Aim(key string, paths []Path) {
 	if slices.Equal(p.peers[key], paths) {
 		return
 	}
+
 	for _, old := range p.peers[key] {
 		if s := p.paths[old.Subnet]; s != nil && s.key == key && !slices.Contains(paths, old) {
 			p.remove(s)
 			p.Before[old.Subnet] = s.size // another lease may get the subnet next
 		}
 	}
+
 	delete(p.peers, key)
 	if len(paths) > 0 {
 		p.peers[key] = paths
 	}
+
 	for _, path := range paths {
 		if s := p.paths[path.Subnet]; s != nil && s.path == path {
 			s.key = key
@@ -103,6 +106,7 @@ func (p *Prober) add(key string, path Path) {
 	if before >= path.Least && before < path.Full {
 		s.size = before
 	}
+
 	p.paths[path.Subnet] = s
 	p.order.fresh = append(p.order.fresh, s)
 	p.added.Send()
@@ -177,6 +181,7 @@ func (p *Prober) tell(ctx context.Context, c Change) {
 	if !reported {
 		return
 	}
+
 	log = log.WithValues("peer", c.Key, "subnet", c.Subnet, "publicIP", c.PublicIP, "mtu", c.Now, "before", c.Before, "device", c.Full)
 	switch {
 	case c.Now == c.Full:

@@ -59,12 +59,14 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 		v.Broken, v.Advice = part, fmt.Sprintf("%s (%v)", advice, err)
 		return v
 	}
+
 	_, outerErr := s.echo(ctx, p.PublicIP, smallPacket)
 	rtt, err := s.echo(ctx, inner, smallPacket)
 	if err != nil && s.await(ctx) == nil && s.refused(ctx, inner) {
 		v.OK, v.Advice = true, inner.String()+" answers TCP but no pings (icmp filtered): the network works, its MTU is not checked"
 		return v
 	}
+
 	switch {
 	case err != nil && outerErr != nil:
 		return fail(Underlay, outerErr, p.PublicIP.String()+" does not answer either: check the host and the path to it")
@@ -73,6 +75,7 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	case err != nil:
 		return fail(Tunnel, err, fmt.Sprintf("the host answers, its end of the network does not: a firewall that drops the backend's packets (%s), or flanneld there", n.packets()))
 	}
+
 	v.RTT = rtt
 	mtu := n.mtu(p)
 	if _, err := s.unfragmented(ctx, inner, mtu); err != nil {

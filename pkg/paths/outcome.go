@@ -51,6 +51,7 @@ func outcome(results []Result, worst int) Outcome {
 	for _, part := range append(Parts(), Unknown) {
 		o.Broken[part] = 0
 	}
+
 	for _, r := range results {
 		switch {
 		case r.Checked.IsZero():
@@ -64,6 +65,7 @@ func outcome(results []Result, worst int) Outcome {
 	if worst == 0 {
 		return o
 	}
+
 	slices.SortFunc(results, func(a, b Result) int {
 		return cmp.Or(compareBroken(a, b), -cmp.Compare(a.RTT, b.RTT), a.Subnet.Compare(b.Subnet))
 	})

@@ -101,6 +101,7 @@ func NewProber(c Config) *Prober {
 		slots:   [2]chan struct{}{make(chan struct{}, atOnce), make(chan struct{}, brokenAtOnce)},
 		reports: changes.NewLimit(changes.Burst), broke: wait.NewSignal(), pinger: ping.NewPinger(),
 	}
+
 	p.send = sender{wait: c.Limit.Wait, ping: ping.Ping, knock: knock}
 	p.ping = p.pinger.Ping
 	p.probe = func(ctx context.Context, path Path, retry bool) (Verdict, error) {
@@ -115,6 +116,7 @@ func NewProber(c Config) *Prober {
 		}
 		return Verdict{Path: path, OK: true, RTT: rtt}, err
 	}
+
 	p.diagnose = func(ctx context.Context, path Path) Verdict {
 		v := p.send.diagnose(ctx, path, c.Network)
 		if v.Broken == Checksum && p.knocked(path, errNoTCP) == nil {
@@ -154,6 +156,7 @@ func (p *Prober) Run(ctx context.Context) {
 		if now, ok := p.Peers(ctx); ok {
 			peers = now
 		}
+
 		due := p.refresh(peers)
 		next := time.Now()
 		for _, path := range due {
@@ -180,6 +183,7 @@ func (p *Prober) refresh(peers []Peer) []Path {
 			now[path] = peer.Key
 		}
 	}
+
 	all := len(now)
 	split := p.member.split(len(now))
 	p.mu.Lock()
@@ -196,12 +200,14 @@ func (p *Prober) refresh(peers []Peer) []Path {
 		p.paths[path].Peer = key
 		due = append(due, path)
 	}
+
 	for path := range p.paths {
 		if _, known := now[path]; !known {
 			delete(p.paths, path)
 			delete(p.broken, path)
 		}
 	}
+
 	rand.Shuffle(len(due), func(i, j int) { due[i], due[j] = due[j], due[i] })
 	slices.SortStableFunc(due, func(a, b Path) int { return p.paths[a].begun.Compare(p.paths[b].begun) })
 	p.member.set(demand{paths: all, due: len(due)})
@@ -215,6 +221,7 @@ func (p *Prober) responsible(peer netip.Prefix) bool {
 	if i < 0 {
 		return true
 	}
+
 	own := p.Own[i]
 	first := own
 	second := peer
@@ -222,6 +229,7 @@ func (p *Prober) responsible(peer netip.Prefix) bool {
 		first = peer
 		second = own
 	}
+
 	h := fnv.New32a()
 	fmt.Fprint(h, first, second)
 	return (h.Sum32()&1 == 0) == (first == own)
@@ -237,15 +245,18 @@ func (p *Prober) start(ctx context.Context, path Path, broken bool, checks *sync
 	if p.Limit.Wait(ctx) != nil {
 		return
 	}
+
 	slot := p.slots[0]
 	if broken {
 		slot = p.slots[1]
 	}
+
 	select {
 	case slot <- struct{}{}:
 	case <-ctx.Done():
 		return
 	}
+
 	checks.Go(func() {
 		defer func() { <-slot }()
 		v := p.check(ctx, path, broken)
@@ -299,12 +310,14 @@ func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
 	if v.OK && p.Answered != nil {
 		p.Answered(v.RTT)
 	}
+
 	p.mu.Lock()
 	s := p.paths[v.Path]
 	if s == nil {
 		p.mu.Unlock()
 		return
 	}
+
 	before := s.Result
 	failing := s.failing
 	s.busy = false
@@ -327,6 +340,7 @@ func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
 	if s.OK || s.broken() {
 		s.failing = v.Broken
 	}
+
 	after := s.Result
 	changed := s.failing != failing
 	p.mu.Unlock()

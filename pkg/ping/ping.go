@@ -155,10 +155,12 @@ func (k icmpKind) parse(b []byte) (id uint32, ok bool, err error) {
 	if b[0] == k.reply {
 		return binary.BigEndian.Uint32(b[4:]), true, nil
 	}
+
 	quoted := b[icmpHeader:]
 	if b[0] != k.unreachable && b[0] != k.tooBig || len(quoted) < k.header+icmpHeader {
 		return 0, false, nil
 	}
+
 	id = binary.BigEndian.Uint32(quoted[k.header+4:])
 	const fragmentationNeeded = 4 // IPv4 reports "too big" as this code of "unreachable"
 	if b[0] == k.tooBig && (k.tooBig != k.unreachable || b[1] == fragmentationNeeded) {

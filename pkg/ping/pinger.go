@@ -66,6 +66,7 @@ func (p *Pinger) Ping(ctx context.Context, to netip.Addr, path Path, timeout tim
 		defer p.mu.Unlock()
 		delete(p.waiting, id)
 	}()
+
 	sent := time.Now()
 	if err := p.send(ctx, s, to, path, id); err != nil {
 		if errors.Is(err, unix.EMSGSIZE) {
@@ -110,6 +111,7 @@ func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*socket, error) {
 	if p.closed {
 		return nil, net.ErrClosed
 	}
+
 	s, err := openSocket(ctx, f, p.listen)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrNoSocket, err)

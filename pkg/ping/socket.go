@@ -94,6 +94,7 @@ func (s *socket) send(ctx context.Context, to netip.Addr, path Path, id uint32) 
 		}
 		s.senders[key] = conn
 	}
+
 	var source []byte
 	switch {
 	case !path.From.IsValid():
@@ -102,6 +103,7 @@ func (s *socket) send(ctx context.Context, to netip.Addr, path Path, id uint32) 
 	default:
 		source = unix.PktInfo6(&unix.Inet6Pktinfo{Addr: path.From.As16()})
 	}
+
 	size := max(path.Size-s.kind.header, icmpHeader)
 	_ = conn.SetWriteDeadline(time.Now().Add(sendTimeout))
 	_, _, err := conn.WriteMsgIP(s.kind.echo(id, size), source, &net.IPAddr{IP: to.AsSlice()})

@@ -45,17 +45,20 @@ func object(b []byte, depth int, field func(key, value []byte) bool) int {
 	if b[1] == '}' {
 		return 2
 	}
+
 	for at := 1; ; at++ {
 		k := quoted(b[at:])
 		if k == 0 || at+k >= len(b) || b[at+k] != ':' {
 			return 0
 		}
+
 		key := b[at+1 : at+k-1]
 		at += k + 1
 		v := value(b[at:], depth)
 		if v == 0 || at+v >= len(b) || !field(key, b[at:at+v]) {
 			return 0
 		}
+
 		at += v
 		switch b[at] {
 		case '}':
@@ -72,6 +75,7 @@ func value(b []byte, depth int) int {
 	if len(b) == 0 {
 		return 0
 	}
+
 	switch b[0] {
 	case '"':
 		return quoted(b)

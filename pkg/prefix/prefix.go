@@ -109,12 +109,14 @@ func Merge(all []netip.Prefix) []netip.Prefix {
 	for _, p := range all {
 		sorted = append(sorted, p.Masked())
 	}
+
 	slices.SortFunc(sorted, netip.Prefix.Compare)
 	var merged []netip.Prefix
 	for _, p := range sorted {
 		if n := len(merged); n > 0 && Contains(merged[n-1], p) {
 			continue
 		}
+
 		merged = append(merged, p)
 		for n := len(merged); n > 1; n-- { // the last two may be the halves of a prefix
 			low := merged[n-2]

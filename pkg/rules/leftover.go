@@ -51,10 +51,12 @@ func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]i
 		if !v.Present() {
 			continue
 		}
+
 		l := leftover{name: v.Program(prefix.IPv4), applier: iptables.New(v)}
 		if v == iptables.NFT {
 			l.applier = ifTables{l.applier}
 		}
+
 		for _, n := range gone.Former {
 			if variants[prefix.FamilyOf(n.Addr())] != v {
 				l.gone.Former = append(l.gone.Former, n)

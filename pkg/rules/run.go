@@ -79,6 +79,7 @@ func (r *run) maintain(ctx context.Context) {
 	if r.policy.Wanted() {
 		r.keeper.host.warnBridges(ctx, bridgeSettings, r.policy)
 	}
+
 	period, places := r.prepare(ctx)
 	if ctx.Err() != nil {
 		return
@@ -88,6 +89,7 @@ func (r *run) maintain(ctx context.Context) {
 		defer r.tried()
 		return r.step(ctx)
 	})
+
 	var wg sync.WaitGroup
 	if len(places) > 0 {
 		wg.Go(func() { watch(ctx, r.keeper.host.watcher(places), places, l.Wake) })
@@ -183,6 +185,7 @@ func (r *run) note(ctx context.Context, w written) {
 	log := klog.FromContext(ctx)
 	err := w.err
 	repaired := w.changed && r.inPlace && !w.joined // a pass with a new policy writes anyway
+
 	switch {
 	case err != nil && !r.failing:
 		log.Error(err, "traffic rules are not in place, trying again", "firewall", string(r.flavour))
@@ -191,12 +194,14 @@ func (r *run) note(ctx context.Context, w written) {
 			"forward", r.policy.Forward, "written", w.changed || r.keeper.unreported)
 		r.keeper.unreported = false
 	}
+
 	r.failing = err != nil
 	r.inPlace = err == nil
 	n := 0
 	if repaired {
 		n = 1
 	}
+
 	r.repairs.Note(ctx, n)
 	r.keeper.config.Report(ctx, repaired, err)
 	_ = wait.For(ctx, r.repairs.Pause()) // the loop notices the end of ctx
@@ -223,6 +228,7 @@ func (r *run) clean(ctx context.Context) error {
 			return err
 		}
 	}
+
 	r.cleaned = true
 	r.keeper.config.Cleaned()
 	return nil

@@ -23,10 +23,12 @@ func watch(ctx context.Context, w *wait.Shared, places []firewall.Place, wake fu
 			wg.Wait()
 		}, nil
 	})
+
 	defer w.Leave(changed)
 	if !first {
 		wake() // another Keeper has begun to listen before, so nothing else wakes this one now
 	}
+
 	for {
 		select {
 		case <-changed:

@@ -71,6 +71,7 @@ func (w *writer) pass(ctx context.Context) written {
 	for _, k := range w.policies {
 		policies = append(policies, k.policy)
 	}
+
 	result := written{joined: w.joined}
 	w.joined = false
 	w.mu.Unlock()

@@ -42,6 +42,7 @@ func between(a, b []rune) int {
 	for j := range above {
 		above[j] = j
 	}
+
 	for i := 1; i <= len(a); i++ {
 		row := make([]int, len(b)+1)
 		row[0] = i

@@ -129,6 +129,7 @@ func text(msg string, err error, values ...[]any) string {
 	if err != nil {
 		fmt.Fprintf(&b, " err=%q", err)
 	}
+
 	for _, kv := range values {
 		for i := 0; i+1 < len(kv); i += 2 {
 			format := " %v=%v"

@@ -225,6 +225,7 @@ func paths(r Report) markup {
 		n := r.Paths.Results[result]
 		bar += when(n > 0, `<span class="%s" style="flex-grow: %s">%s %s</span>`, result, n, n, result)
 	}
+
 	rows := each(r.Paths.Worst, "", func(p Path) markup {
 		class := "bad"
 		result := p.Broken
@@ -255,6 +256,7 @@ func peers(r Report) markup {
 	columns := each([]string{"Subnet", "Public IP", "Type", "State", "Kernel", "Changed", "Error"}, "", func(name string) markup {
 		return tag(`<th><button type="button">%s</button></th>`, name)
 	})
+
 	classes := map[State]string{InPlace: "good", Held: "warn"}
 	carriers := r.Network.Cloud != nil || r.Network.Location != nil
 	rows := each(r.Peers, "", func(p Peer) markup {

@@ -85,6 +85,7 @@ func readBounded(path string) ([]byte, error) {
 	if !info.Mode().IsRegular() {
 		return nil, errors.New("not a regular file")
 	}
+
 	data, err := io.ReadAll(io.LimitReader(f, maxSize+1))
 	if err != nil {
 		return nil, cause(err)
@@ -189,6 +190,7 @@ func (p *Previous) prefix(vars map[string]string, key string, f prefix.Family) n
 	if value == "" {
 		return netip.Prefix{}
 	}
+
 	var found []netip.Prefix
 	for text := range strings.SplitSeq(value, ",") {
 		text = strings.TrimSpace(text)

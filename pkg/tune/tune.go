@@ -119,6 +119,7 @@ func (t *Tuner) Rest(ctx context.Context, started <-chan struct{}, written func(
 	if wait.ForOr(ctx, longStart, started) != nil {
 		return nil
 	}
+
 	late := time.Now().Add(longStart)
 	for over := false; !over; over = written() || !time.Now().Before(late) {
 		if wait.For(ctx, tidyAfter) != nil {

@@ -41,6 +41,7 @@ func OpenDevice(name string) (*Device, error) {
 	if errors.Is(err, unix.EINVAL) { // a device that was created with several queues accepts only this flag
 		err = attach(fd, name, flags|unix.IFF_MULTI_QUEUE)
 	}
+
 	switch {
 	case errors.Is(err, unix.EBUSY):
 		err = fmt.Errorf("%w: another program has it open", err)
@@ -129,6 +130,7 @@ func (d *Device) setOffloads(fd int) error {
 		tcp      = unix.TUN_F_TSO4 | unix.TUN_F_TSO6 | unix.TUN_F_TSO_ECN
 		udp      = unix.TUN_F_USO4 | unix.TUN_F_USO6 // Linux 6.2
 	)
+
 	var err error
 	for _, offloads := range []int{checksum | tcp | udp, checksum | tcp, 0} {
 		if err = unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, offloads); err == nil {

@@ -100,6 +100,7 @@ func (i *inbound) take(at, n, size int, from netip.AddrPort) {
 	if size == 0 {
 		size = max(n, 1)
 	}
+
 	end := at + n
 	taken := false
 	for ; at+size < end; at += size {
@@ -134,21 +135,25 @@ func (i *inbound) datagram(at, end int) bool {
 	if i.merged && i.merger.Add(at, end) {
 		return true
 	}
+
 	b := i.buf[at:end]
 	h, fault := packet.Parse(b)
 	if fault == packet.NoFault {
 		fault = packet.CheckHeader(b, h)
 	}
+
 	switch {
 	case fault != packet.NoFault:
 		i.Counters.fault(fault)
 		return false
+
 	case h.IPv6 != i.socket.local.Addr().Is6():
 		i.Counters.drop(OtherFamily)
 		return false
 	case !i.sourceAllowed(h.Src):
 		i.Counters.drop(WrongSource)
 		return false
+
 	case !packet.Forwardable(h.Dst):
 		i.Counters.drop(WrongDestination)
 		return false
@@ -156,6 +161,7 @@ func (i *inbound) datagram(at, end int) bool {
 		i.Counters.drop(HopsExceeded)
 		return false
 	}
+
 	i.flush()
 	i.merger.Begin(i.buf, at, at+h.Total, h)
 	i.merged = true

@@ -102,6 +102,7 @@ func (o *outbound) add(b []byte) bool {
 		o.Counters.drop(Malformed)
 		return false
 	}
+
 	offload := packet.DecodeOffload(b)
 	b = b[packet.OffloadLen:]
 	h, fault := packet.Parse(b)
@@ -109,16 +110,19 @@ func (o *outbound) add(b []byte) bool {
 		o.Counters.fault(fault)
 		return false
 	}
+
 	b = b[:h.Total]
 	s := o.sockets[index(h.IPv6)]
 	switch {
 	case s == nil:
 		o.Counters.drop(OtherFamily)
 		return false
+
 	case !o.route(h.Dst):
 		o.Counters.drop(NoRoute)
 		o.sendICMPError(packet.Unreachable, b, h, 0)
 		return false
+
 	case !packet.Forwardable(h.Src): // with route_localnet the kernel forwards loopback sources
 		o.Counters.drop(WrongSource)
 		return false
@@ -127,6 +131,7 @@ func (o *outbound) add(b []byte) bool {
 		o.sendICMPError(packet.TimeExceeded, b, h, 0)
 		return false
 	}
+
 	to := netip.AddrPortFrom(o.public, s.local.Port())
 	if offload.Super() {
 		segments, ok := offload.Split(b, h)
@@ -176,6 +181,7 @@ func (o *outbound) room(s *socket, to netip.AddrPort, n int) []byte {
 		b.to = to
 		b.socket = s
 	}
+
 	start := b.n
 	b.n += n
 	b.count++
@@ -254,6 +260,7 @@ func (o *outbound) sendOne(p []byte) {
 	if b.to.Addr().Is6() && len(p) <= packet.MinMTU6 { // no ICMP error can make a sender send less than this: RFC 2473, 7.1
 		control = mayFragment
 	}
+
 	err := b.socket.sender.send(p, control, b.to)
 	switch {
 	case err == nil:
@@ -279,6 +286,7 @@ func (o *outbound) tooBig(p []byte) {
 	if mtu >= len(p) { // a routing rule by port, such as "ip rule add sport", which mtuTo cannot see
 		mtu = b.socket.nextLowerMTU(len(p))
 	}
+
 	done, err := o.sendFragments(p, h, mtu)
 	for done && errors.Is(err, unix.EMSGSIZE) {
 		if mtu = b.socket.nextLowerMTU(mtu); mtu == 0 {
@@ -286,6 +294,7 @@ func (o *outbound) tooBig(p []byte) {
 		}
 		done, err = o.sendFragments(p, h, mtu)
 	}
+
 	switch {
 	case !done:
 		o.Counters.drop(TooBig)
@@ -320,6 +329,7 @@ func (o *outbound) sendICMPError(e packet.ICMPError, p []byte, h packet.Header, 
 	if e == packet.TooBig {
 		limit = o.sizeErrorLimit
 	}
+
 	for _, own := range o.Own {
 		if own.Is6() != h.IPv6 || !limit.Allow() {
 			continue

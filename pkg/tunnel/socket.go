@@ -68,6 +68,7 @@ func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket,
 		cerr := c.Control(func(fd uintptr) { err = s.prepare(int(fd), plain) })
 		return oneline.Join(cerr, err)
 	}}
+
 	f := s.family()
 	conn, err := lc.ListenPacket(ctx, f.network, local.String())
 	if err != nil {
@@ -83,10 +84,12 @@ func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket,
 		s.room[0] = unix.PollFd{Fd: int32(fd), Events: unix.POLLOUT}
 		_, _ = unix.Poll(s.room, 0)
 	}
+
 	s.probe, err = unix.Socket(f.domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, oneline.Join(fmt.Errorf("open socket: %w", err), conn.Close())
 	}
+
 	// Routes may depend on the source address.
 	if err := unix.Bind(s.probe, sockaddr(netip.AddrPortFrom(local.Addr(), 0))); err != nil {
 		return nil, oneline.Join(fmt.Errorf("bind socket to %s: %w", local.Addr(), err), s.close(), s.release())
@@ -143,6 +146,7 @@ func (s *socket) prepare(fd int, plain bool) error {
 		s.segments = err == nil
 		_ = unix.SetsockoptInt(fd, unix.IPPROTO_UDP, unix.UDP_GRO, 1) // Linux 5.0
 	}
+
 	_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RXQ_OVFL, 1)
 	f := s.family()
 	if err := unix.SetsockoptInt(fd, f.level, f.dontFragment[0], f.dontFragment[1]); err != nil {

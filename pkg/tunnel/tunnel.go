@@ -72,6 +72,7 @@ func (t *Tunnel) Start() error {
 			workers = append(workers, newWorker(newInbound(t.Config, s), s.raw, &t.closing, "receive on UDP "+s.local.String()))
 		}
 	}
+
 	connect(workers)
 	t.started = true
 	for _, w := range workers {

@@ -51,6 +51,7 @@ func (s selector) candidates() []candidate {
 	for i, l := range s.facts.Links {
 		all[i] = s.candidate(l)
 	}
+
 	for _, f := range s.opts.Families {
 		for hop, index := range s.bestDefault(f) {
 			c := &all[slices.IndexFunc(all, func(c candidate) bool { return c.link.Index == index })]
@@ -96,6 +97,7 @@ func (s selector) candidate(l Link) candidate {
 			c.Addresses = append(c.Addresses, a.IP)
 		}
 	}
+
 	for _, f := range s.opts.Families {
 		switch ips := s.usable(l, f); {
 		case len(ips) == 0:
@@ -104,6 +106,7 @@ func (s selector) candidate(l Link) candidate {
 			c.poor = max(c.poor, 1)
 		}
 	}
+
 	for _, r := range s.facts.Peers {
 		if l.carries(r) {
 			c.peers++
@@ -112,6 +115,7 @@ func (s selector) candidate(l Link) candidate {
 	if !s.serves(l) {
 		return c
 	}
+
 	for _, a := range l.Addrs {
 		if a.IP.IsLinkLocalUnicast() {
 			continue
@@ -162,6 +166,7 @@ func (s selector) never(l Link) string {
 	if ownDevice.MatchString(l.Name) {
 		return "it is a device of flanneld"
 	}
+
 	for _, a := range l.Addrs {
 		if i := slices.IndexFunc(s.opts.Pods, func(p netip.Prefix) bool { return p.Contains(a.IP) }); i >= 0 {
 			return fmt.Sprintf("it leads to pods: its address %s is in %s", a.IP, s.opts.Pods[i])
@@ -184,10 +189,12 @@ func (s selector) bestDefault(f prefix.Family) []int {
 		l, err := s.facts.link(index)
 		return err != nil || s.never(l) != ""
 	}
+
 	alive := func(index int) bool {
 		l, _ := s.facts.link(index)
 		return l.alive()
 	}
+
 	var routes []DefaultRoute
 	for _, r := range s.facts.Defaults {
 		r.Links = slices.DeleteFunc(slices.Clone(r.Links), left)
@@ -211,6 +218,7 @@ func (s selector) byEvidence() (found, error) {
 	if c.defaults < len(s.opts.Families) {
 		split = s.splitDefault()
 	}
+
 	switch {
 	case c.inUse > 0:
 		w.note = "address in use"
@@ -276,6 +284,7 @@ func (s selector) arguments(c candidate) (pro, con []string) {
 			*to = append(*to, fmt.Sprintf(text, args...))
 		}
 	}
+
 	add(&pro, c.inUse > 0, "its address is in use")
 	add(&pro, c.published > 0, "this host has published its address")
 	add(&pro, c.peers > 0, "the kernel sends to %d of %d peers through it", c.peers, len(s.facts.Peers))
@@ -288,6 +297,7 @@ func (s selector) arguments(c candidate) (pro, con []string) {
 		_, err := s.own(c.link, f)
 		add(&con, err != nil, "it has no usable %s address", f)
 	}
+
 	add(&con, c.poor == 1, "it has only link-local addresses in a family")
 	add(&con, c.defaults == 0, "no default route that is the best one")
 	add(&con, !s.serves(c.link), "the kernel sends to no peer through it")

@@ -144,11 +144,13 @@ func (f Facts) seen() string {
 	if len(f.Links) == 0 {
 		return "no interfaces"
 	}
+
 	global := func(a Addr) bool { return a.IP.IsGlobalUnicast() }
 	links := slices.Clone(f.Links)
 	slices.SortStableFunc(links, func(a, b Link) int {
 		return truth(!slices.ContainsFunc(a.Addrs, global), !slices.ContainsFunc(b.Addrs, global))
 	})
+
 	texts := make([]string, len(links))
 	for i, l := range links {
 		texts[i] = l.seen()
@@ -170,6 +172,7 @@ func (l Link) seen() string {
 	if len(l.Addrs) == 0 {
 		words = append(words, "no address")
 	}
+
 	for i, a := range l.Addrs {
 		if i == maxSeenAddrs {
 			words = append(words, fmt.Sprintf("+%d", len(l.Addrs)-i))

@@ -72,6 +72,7 @@ func (o Options) look(f Facts) Facts {
 	if dst, err := parseAddr(o.CanReach); err == nil {
 		f.Reach = readReach(dst)
 	}
+
 	for _, fam := range o.Families {
 		asked := 0
 		if o.Peers != nil {
@@ -89,6 +90,7 @@ func (o Options) look(f Facts) Facts {
 			f.Elsewhere = append(f.Elsewhere, readReach(elsewhere[fam]))
 		}
 	}
+
 	failed := func(r Reach) bool { return r.Failure != "" }
 	f.Peers = slices.DeleteFunc(f.Peers, failed)
 	f.Elsewhere = slices.DeleteFunc(f.Elsewhere, failed)
@@ -154,6 +156,7 @@ func readLinks(ctx context.Context) ([]Link, error) {
 			of[a.LinkIndex] = append(of[a.LinkIndex], newAddr(ip, a))
 		}
 	}
+
 	out := make([]Link, len(links))
 	for i, l := range links {
 		at := l.Attrs()
@@ -248,6 +251,7 @@ func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
 	if err := s.SetReceiveTimeout(&timeout); err != nil {
 		return nil, err
 	}
+
 	// With strict checking the kernel sends only the routes of the table in the request.
 	if err := unix.SetsockoptInt(s.GetFd(), unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1); err != nil {
 		return nil, err
@@ -257,10 +261,12 @@ func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
 	if f == prefix.IPv6 {
 		family = unix.AF_INET6
 	}
+
 	req.AddData(&nl.RtMsg{RtMsg: unix.RtMsg{Family: family, Table: unix.RT_TABLE_MAIN}})
 	if err := s.Send(req); err != nil {
 		return nil, err
 	}
+
 	for {
 		messages, _, err := s.Receive()
 		if errors.Is(err, unix.EINTR) {
@@ -293,10 +299,12 @@ func collect(defaults *[]DefaultRoute, f prefix.Family, m syscall.NetlinkMessage
 	case m.Header.Type != unix.RTM_NEWROUTE || len(m.Data) < unix.SizeofRtMsg:
 		return false, nil
 	}
+
 	rt := nl.DeserializeRtMsg(m.Data)
 	if f == prefix.IPv6 && rt.Dst_len != 0 {
 		return false, nil
 	}
+
 	attrs, err := syscall.ParseNetlinkRouteAttr(&m)
 	if err != nil {
 		return true, fmt.Errorf("parse route: %w", err)
@@ -315,6 +323,7 @@ func collect(defaults *[]DefaultRoute, f prefix.Family, m syscall.NetlinkMessage
 			r.addHops(a.Value)
 		}
 	}
+
 	// Some systems keep an unreachable default route as a backstop. It carries no
 	// traffic, so it does not count.
 	if rt.Dst_len == 0 && rt.Type == unix.RTN_UNICAST && rt.Tos == 0 {

@@ -73,6 +73,7 @@ func subscribe(o Options, wake func()) (stop func(), err error) {
 	if !o.asksForInterface() || o.CanReach != "" {
 		groups = append(groups, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
 	}
+
 	s, err := nl.Subscribe(unix.NETLINK_ROUTE, groups...)
 	if err != nil {
 		return nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
@@ -83,6 +84,7 @@ func subscribe(o Options, wake func()) (stop func(), err error) {
 			return nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
 		}
 	}
+
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -99,6 +101,7 @@ func onlyDefaults(fd int) error {
 	load := func(size uint16, off uint32) unix.SockFilter {
 		return unix.SockFilter{Code: unix.BPF_LD | unix.BPF_ABS | size, K: off}
 	}
+
 	skip := func(value uint32, equal, other uint8) unix.SockFilter {
 		return unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, Jt: equal, Jf: other, K: value}
 	}

@@ -97,6 +97,7 @@ func (s selector) attempts() []attempt {
 	if !s.opts.asksForInterface() {
 		return []attempt{s.automatic()}
 	}
+
 	var as []attempt
 	add := func(option string, find func(string) (found, error), values ...string) {
 		for _, v := range values {
@@ -106,6 +107,7 @@ func (s selector) attempts() []attempt {
 			}
 		}
 	}
+
 	add("--iface", s.byIface, s.opts.Ifaces...)
 	add("--iface-regex", s.byRegex, s.opts.IfaceRegexes...)
 	add("--iface-can-reach", s.byReach, s.opts.CanReach)
@@ -120,10 +122,12 @@ func (s selector) complete(w attempt) (choice, error) {
 	if w.link.MTU <= 0 {
 		return choice{}, fmt.Errorf("%s has MTU %d", w.link.Name, w.link.MTU)
 	}
+
 	c := choice{lastResort: w.lastResort, Interface: Interface{
 		Name: w.link.Name, Index: w.link.Index, MTU: s.mtu(w.link),
 		VRF: s.vrf(w.link), Hardware: s.hardware(w.link), Reason: w.option + w.note,
 	}}
+
 	for _, fam := range s.opts.Families {
 		addr, named, err := s.address(w.found, fam)
 		if err != nil {
@@ -148,6 +152,7 @@ func (s selector) address(w found, f prefix.Family) (a Address, named bool, err 
 	} else if i := slices.IndexFunc(w.addrs, func(ip netip.Addr) bool { return prefix.FamilyOf(ip) == f }); i >= 0 {
 		a.Local = w.addrs[i]
 	}
+
 	named = a.Local.IsValid()
 	if !named {
 		a.Local, err = s.own(w.link, f)
@@ -250,6 +255,7 @@ func (s selector) byIface(value string) (found, error) {
 		}
 		note = " " + value
 	}
+
 	var addrs []netip.Addr
 	var wants []named
 	var disabled error
@@ -317,6 +323,7 @@ func (s selector) linkWithAll(wants []named) (Link, error) {
 			return l, nil
 		}
 	}
+
 	var where []string
 	for _, w := range wants {
 		on := s.facts.linksWith(w.addr)
@@ -364,6 +371,7 @@ func (s selector) matches(re *regexp.Regexp, links []Link) (w found, ok bool) {
 				hits, texts = append(hits, ips[i]), append(texts, ips[i].String())
 			}
 		}
+
 		w := found{link: l, addrs: hits, note: ": address " + strings.Join(texts, " and ")}
 		if len(hits) == len(s.opts.Families) {
 			return w, true
@@ -375,6 +383,7 @@ func (s selector) matches(re *regexp.Regexp, links []Link) (w found, ok bool) {
 	if some != nil {
 		return *some, true
 	}
+
 	for _, l := range links {
 		if re.MatchString(l.Name) {
 			return found{link: l, note: ": name " + l.Name}, true
@@ -396,6 +405,7 @@ func (s selector) byReach(value string) (found, error) {
 	if c := s.candidates()[0]; c.inUse > 0 && c.peers > 0 {
 		return found{link: c.link, note: ": address in use, route to other hosts"}, nil
 	}
+
 	var w found
 	source := ip
 	if on := s.facts.linksWith(ip); len(on) > 0 {
@@ -503,6 +513,7 @@ func (s selector) own(l Link, f prefix.Family) (netip.Addr, error) {
 	if len(ips) > 0 && !ips[0].IsLinkLocalUnicast() {
 		return ips[0], nil
 	}
+
 	for _, a := range l.Addrs {
 		if prefix.FamilyOf(a.IP) == f && a.IP.IsGlobalUnicast() && a.Tentative && !a.Duplicate {
 			return netip.Addr{}, fmt.Errorf("%s: address %s is still tentative", l.Name, a.IP)

@@ -110,6 +110,7 @@ func (f Facts) whyLeft(from, to Interface) string {
 		if to.uses(a.Local) {
 			continue
 		}
+
 		on := f.linksWith(a.Local)
 		switch {
 		case f.isDown(from.Name):
@@ -184,6 +185,7 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 		f.next = s.choice
 		f.since = s.at
 	}
+
 	elsewhere := !slices.Equal(f.next.Addrs, f.now.Addrs)
 	due := f.since.Add(stable)
 	if elsewhere || f.next.Name != f.now.Name {
@@ -207,10 +209,12 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 		f.unsteady = true
 		return false, calm
 	}
+
 	f.unsteady = false
 	if elsewhere {
 		f.moves = append(f.moves[max(0, len(f.moves)+1-mostMoves):], s.at)
 	}
+
 	f.now = f.next
 	f.next = Interface{}
 	f.downSince = time.Time{}
@@ -287,6 +291,7 @@ func waitFor(ctx context.Context, o Options, timeout, recheck time.Duration) (In
 			}
 			klog.FromContext(ctx).Info("waiting for an external interface", "timeout", timeout, "reason", reason)
 		}
+
 		select {
 		case <-changed:
 		case <-tick.C:

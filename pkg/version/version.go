@@ -40,6 +40,7 @@ func revision(info *debug.BuildInfo) string {
 	if info == nil {
 		return ""
 	}
+
 	var rev, dirty string
 	for _, s := range info.Settings {
 		switch s.Key {

@@ -40,12 +40,14 @@ func (b *Batch[T]) Do(ctx context.Context, f func(context.Context) T) T {
 		<-r.done
 		return r.result
 	}
+
 	defer close(r.done)
 	defer r.cancel()
 	if before != nil {
 		<-before.done
 		_ = For(r.ctx, time.Until(before.ended.Add(b.Rest))) //nolint:contextcheck // the context of all callers; f notices its end
 	}
+
 	b.close(r)
 	r.result = f(r.ctx) //nolint:contextcheck // the context of all callers
 	r.ended = time.Now()

@@ -23,6 +23,7 @@ func ForOr(ctx context.Context, d time.Duration, wake <-chan struct{}) error {
 	}
 	timer := time.NewTimer(d)
 	defer timer.Stop()
+
 	select {
 	case <-ctx.Done():
 		return ctx.Err()

@@ -78,6 +78,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 		}
 		return m.acquireFrom(ctx, l, pools, c, spare, may)
 	})
+
 	switch {
 	case err == nil:
 		m.forWatch.put(l)
@@ -101,6 +102,7 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 	for _, e := range l.entries {
 		m.recognize(ctx, e)
 	}
+
 	who := identity(c)
 	others, err := m.others(ctx, c, l.entries)
 	if err != nil {
@@ -137,6 +139,7 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 		logDeleted(ctx, p.stale, own)
 		return nil
 	}
+
 	own, err := claimOn(codec.FormatKey(p.subnets), p.subnets, c)
 	if err != nil {
 		return err
@@ -197,12 +200,14 @@ func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Clai
 	for _, e := range m.own.claim.Endpoints {
 		have = append(have, e.Subnet)
 	}
+
 	for _, e := range c.Endpoints {
 		want = append(want, e.Subnet)
 	}
 	if !m.own.exists() || len(m.unanswered) > 0 || !slices.Equal(have, want) || !fits(pools, have) {
 		return false, nil
 	}
+
 	found, _, err := m.read(ctx, m.own.key)
 	if err != nil {
 		return false, fmt.Errorf("read this host's lease: %w", err)
@@ -210,6 +215,7 @@ func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Clai
 	if found == nil || !m.isOwn(*found) {
 		return false, nil
 	}
+
 	own, err := claimOn(m.own.key, have, c)
 	if err != nil {
 		return false, err

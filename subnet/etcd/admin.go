@@ -160,6 +160,7 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 	for _, e := range c.Endpoints {
 		subnets = append(subnets, e.Subnet)
 	}
+
 	key = codec.FormatKey(subnets)
 	value, err := codec.Encode(c)
 	if err != nil {
@@ -172,6 +173,7 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 	if err != nil {
 		return "", err
 	}
+
 	for _, e := range entries {
 		switch {
 		case e.Lease.Key == key:
@@ -181,6 +183,7 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 			return "", fmt.Errorf("reserve %s: %s has the reservation %s, which has to end first", key, identity(c), e.Lease.Key)
 		}
 	}
+
 	have, err := a.get(ctx, key)
 	switch {
 	case errors.Is(err, ErrNotFound):

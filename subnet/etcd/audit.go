@@ -32,6 +32,7 @@ func (m *Manager) untilDue(ctx context.Context, cache *leaseCache) (watch contex
 	if cache.restored == 0 {
 		return ctx, func() {}, func() {}
 	}
+
 	watch, cancel := context.WithCancelCause(ctx)
 	due := func() { cancel(errDue) }
 	audit := time.AfterFunc(time.Until(cache.auditAt), due)
@@ -65,6 +66,7 @@ func (m *Manager) audit(ctx context.Context, cache *leaseCache, sink func(subnet
 	if cache.restored == 0 || time.Now().Before(cache.auditAt) {
 		return
 	}
+
 	l, err := m.listAt(ctx, cache.store.Revision)
 	if err != nil || l.store.ID != cache.store.ID {
 		cache.auditAt = time.Now().Add(wait.Vary(m.timing.audit/10, 0.5))
@@ -76,6 +78,7 @@ func (m *Manager) audit(ctx context.Context, cache *leaseCache, sink func(subnet
 		_, expiring := cache.expiring[key]
 		return expiring
 	})
+
 	changed := map[string]*subnet.Lease{}
 	var unreadable []string
 	for i := range l.entries {
@@ -92,6 +95,7 @@ func (m *Manager) audit(ctx context.Context, cache *leaseCache, sink func(subnet
 			changed[is.key] = &is.lease
 		}
 	}
+
 	cache.drop(changed, slices.Collect(maps.Keys(gone)))
 	cache.restored = 0
 
@@ -100,10 +104,12 @@ func (m *Manager) audit(ctx context.Context, cache *leaseCache, sink func(subnet
 	if len(keys) == 0 {
 		return
 	}
+
 	klog.FromContext(ctx).Error(nil, "leases of the last known state differed from those of etcd and were corrected", "leases", len(keys), "first", subnet.Shorten(keys[0]))
 	if m.cfg.OnRepaired != nil {
 		m.cfg.OnRepaired(len(keys))
 	}
+
 	u := cache.update(m.self.Load(), changed)
 	u.Undecodable = unreadable
 	sink(u)

@@ -71,11 +71,13 @@ func newClient(cfg Config, t *timing) (*client, error) {
 	if len(cfg.Endpoints) == 0 {
 		return nil, errors.New("no etcd endpoint is given")
 	}
+
 	tlsConfig, err := cfg.tls()
 	if err != nil {
 		return nil, err
 	}
 	c := &client{tls: cfg.tls, timing: t, endpoints: oneScheme(cfg.Endpoints)}
+
 	// The random order spreads the hosts over the members.
 	rand.Shuffle(len(c.endpoints), func(i, j int) { c.endpoints[i], c.endpoints[j] = c.endpoints[j], c.endpoints[i] })
 	c.preferred = c.endpoints[0]
@@ -107,6 +109,7 @@ func newClient(cfg Config, t *timing) (*client, error) {
 			grpc.WithDisableServiceConfig(),
 		},
 	}
+
 	// The library does not get the user name, because it would log in for every stream, and would
 	// send the refused token with the request for a new one. See login.
 	if cfg.Username != "" && cfg.Password != "" {
@@ -135,6 +138,7 @@ func checkEndpoint(endpoint string) error {
 		scheme = ""
 		host = endpoint
 	}
+
 	switch scheme {
 	case "", "http", "https", "unix", "unixs":
 	default:
@@ -169,6 +173,7 @@ func (c Config) tls() (*tls.Config, error) {
 	if c.CertFile == "" && c.KeyFile == "" && c.CAFile == "" {
 		return nil, nil //nolint:nilnil // no TLS configuration is a valid one
 	}
+
 	cfg := &tls.Config{MinVersion: tls.VersionTLS12}
 	if (c.CertFile == "") != (c.KeyFile == "") {
 		return nil, errors.New("etcd TLS: a client certificate needs both the certificate file and the key file")
@@ -287,6 +292,7 @@ func (c *client) fail(conn *connection) {
 			c.back = c.nextTry()
 		}
 	}
+
 	c.mu.Unlock()
 	if inUse {
 		_ = conn.Close() // its errors do not matter any more
@@ -306,10 +312,12 @@ func (c *client) comeBack(ctx context.Context, request func(context.Context, *cl
 	if due {
 		c.back = c.nextTry()
 	}
+
 	c.mu.Unlock()
 	if !due || !c.works(ctx, c.preferred, request) {
 		return
 	}
+
 	c.mu.Lock()
 	i := slices.Index(c.endpoints, c.preferred)
 	c.endpoints = slices.Concat(c.endpoints[i:], c.endpoints[:i])
@@ -357,6 +365,7 @@ func (c *client) authenticate() (token string, err error) {
 	made := time.Now()
 	resp, err := conn.Authenticate(ctx, c.login.name, c.login.password)
 	c.observe(c.ctx, conn, made, err)
+
 	switch {
 	case errors.Is(err, rpctypes.ErrAuthNotEnabled):
 		return "", nil

@@ -31,6 +31,7 @@ func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison,
 	if !known {
 		return unknown, nil
 	}
+
 	at := clientv3.WithRev(cache.store.Revision)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
 	if newest != nil {
@@ -38,6 +39,7 @@ func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison,
 		// read.
 		ops = append(ops, clientv3.OpGet(m.dir+newest.key, at))
 	}
+
 	is := another
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Txn(ctx).Then(ops...).Commit()
@@ -51,6 +53,7 @@ func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison,
 		if resp.Responses[0].GetResponseRange().Count != leases {
 			return nil
 		}
+
 		for _, r := range resp.Responses[1:] {
 			if kvs := r.GetResponseRange().Kvs; len(kvs) != 1 || !newest.is(kvs[0].ModRevision, clientv3.LeaseID(kvs[0].Lease)) {
 				return nil
@@ -75,6 +78,7 @@ func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leas
 	if k.own != "" && k.own != k.newest.key {
 		ops = append(ops, clientv3.OpGet(m.dir+k.own, at))
 	}
+
 	is = another
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Txn(ctx).Then(ops...).Commit()
@@ -90,6 +94,7 @@ func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leas
 		if now := storeID(resp.Header); now.ID != k.store.ID {
 			return nil
 		}
+
 		cache = &leaseCache{entries: maps.Clone(k.entries), store: k.store, head: resp.Header.Revision, restored: k.newest.revision}
 		for _, r := range resp.Responses[1:] {
 			for _, kv := range r.GetResponseRange().Kvs {
@@ -106,6 +111,7 @@ func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leas
 		if resp.Responses[0].GetResponseRange().Count != k.count {
 			return nil
 		}
+
 		is = same
 		if cache.count() != k.count { // leases that could not be read are missing in the state
 			is = unknown

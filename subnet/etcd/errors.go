@@ -76,6 +76,7 @@ func explain(endpoints []string, waited time.Duration, err error) error {
 	default:
 		code, cause = status.Code(err), dialCause(status.Convert(err).Message())
 	}
+
 	kind := "unreachable"
 	switch {
 	case strings.Contains(cause, "tls: "), strings.Contains(cause, "x509: "):
@@ -135,6 +136,7 @@ func dialCause(msg string) string {
 			msg = unquoted
 		}
 	}
+
 	for _, wrapping := range []string{"transport: ", "Error while dialing: ", "authentication handshake failed: "} {
 		msg = strings.TrimPrefix(msg, wrapping)
 	}

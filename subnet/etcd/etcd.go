@@ -53,11 +53,13 @@ func newManager(cfg Config) *Manager {
 	if cfg.TTL <= 0 {
 		cfg.TTL = subnet.TTL
 	}
+
 	cfg.TTL = time.Duration(math.Ceil(cfg.TTL.Seconds())) * time.Second
 	m := &Manager{
 		cfg: cfg, dir: path.Join(cfg.Prefix, "subnets") + "/", timing: defaultTiming(), wall: wall,
 		outage: outage.New("etcd", cfg.OnStatus), undecodable: changes.NewLimit(changes.Many), writing: make(chan struct{}, 1),
 	}
+
 	m.self.Store(&self{})
 	m.known.Store(newLastKnown(cfg))
 	m.cfg.Known = subnet.LedgerState{}

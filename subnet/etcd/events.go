@@ -21,6 +21,7 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 	if resp.Header.ClusterId != 0 && storeID(resp.Header).ID != cache.store.ID {
 		return errRelist
 	}
+
 	cache.streamWasUp(time.Now(), m.timing.dead)
 	cache.contact(time.Now(), m.cfg.margin(m.cfg.TTL), m.timing.gracePeriod)
 	known := cache.store.Revision
@@ -34,6 +35,7 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 		if ev.Kv.ModRevision <= known {
 			continue
 		}
+
 		read := m.entry(ev.Kv)
 		read.value = nil
 		e := &read
@@ -52,6 +54,7 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 			}
 		}
 	}
+
 	cache.store.Revision = max(known, confirmed)
 	m.client.hosts.Store(int64(len(cache.entries)))
 	u := cache.update(m.self.Load(), changed)

@@ -34,6 +34,7 @@ func (m *Manager) awaitFreeSubnet(ctx context.Context, pools []subnet.Pool, c su
 	if full == nil || left <= 0 || !slices.Equal(full.pools, pools) || full.who != identity(c) {
 		return nil
 	}
+
 	inner, cancel := context.WithTimeout(ctx, left)
 	defer cancel()
 	read := full.store.Revision
@@ -47,6 +48,7 @@ func (m *Manager) awaitFreeSubnet(ctx context.Context, pools []subnet.Pool, c su
 		}
 		return nil
 	}})
+
 	switch {
 	case errors.Is(err, errMaybeFree):
 		m.forAcquire.put(full.listing)
@@ -75,6 +77,7 @@ func (m *Manager) applyToExhausted(full *exhaustedPool, resp *pb.WatchResponse) 
 		if ev.Kv.ModRevision < next || string(ev.Kv.Key) == m.configKey() {
 			continue
 		}
+
 		full.store.Revision = ev.Kv.ModRevision
 		e := m.entry(ev.Kv)
 		i, found := slices.BinarySearchFunc(full.entries, e.key, func(e entry, key string) int { return cmp.Compare(e.key, key) })

@@ -25,6 +25,7 @@ func (s *Interner) intern(e *entry) *entry {
 	if s == nil {
 		return e
 	}
+
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	key := internKey{e.key, e.modRevision == 0}
@@ -34,6 +35,7 @@ func (s *Interner) intern(e *entry) *entry {
 	if s.entries == nil {
 		s.entries = map[internKey]*entry{}
 	}
+
 	detached := *e // e may be part of a list, which would stay in memory as a whole
 	s.entries[key] = &detached
 	return &detached

@@ -31,12 +31,14 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	var lastRestore time.Time
 	var spare grant // an etcd lease that no key uses yet, for all tries until one succeeds
 	defer func() { m.revoke(ctx, spare) }()
+
 	for {
 		checked, restored, err := m.ensure(ctx, own, &spare)
 		if err == nil { // an etcd lease that is still in spare was not needed
 			m.revoke(ctx, spare)
 			spare = grant{}
 		}
+
 		switch {
 		case err != nil:
 		case restored:
@@ -46,12 +48,14 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 			}
 			lastRestore = time.Now()
 			err = restores.Wait(ctx, 0)
+
 		default:
 			err = m.await(ctx, checked, func() {
 				b.Reset()
 				m.report(ctx, sourceLease, nil)
 			})
 		}
+
 		switch {
 		case ctx.Err() != nil:
 			return ctx.Err()
@@ -60,6 +64,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 		case !passes(err):
 			return err
 		}
+
 		m.report(ctx, sourceLease, err)
 		if err := b.Wait(ctx, 0); err != nil {
 			return err
@@ -109,6 +114,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 	case m.relationTo(own.claim, nil, nil)(*found) == foreign && owner(*found).IsValid():
 		return 0, false, lost(own.key, *found)
 	}
+
 	err = m.asPermitted(ctx, func(*rights) error { return m.refresh(ctx, *found, own, nil, spare) })
 	if err != nil {
 		return 0, false, fmt.Errorf("renew this host's lease: %w", err)
@@ -231,6 +237,7 @@ func (m *Manager) await(ctx context.Context, checked int64, alive func()) error 
 		timer := time.AfterFunc(m.untilRenewal(own.grant), func() { cancel(errOwnChanged) })
 		defer timer.Stop()
 	}
+
 	err = m.follow(ctx, []string{m.dir + own.key}, checked+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
 		alive()
 		// If the host was suspended, the timer is late by the time of the suspension.

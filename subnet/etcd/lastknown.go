@@ -33,15 +33,18 @@ func newLastKnown(cfg Config) *lastKnown {
 	if k.mark, ok = parseMark(cfg.Known.Store.Mark); !ok || k.store.Revision < 1 {
 		return nil
 	}
+
 	for i := range cfg.Known.Peers {
 		p := &cfg.Known.Peers[i]
 		if !p.HeldUntil.IsZero() { // the store did not have the held peer
 			continue
 		}
+
 		e := &entry{key: p.Lease.Key, lease: p.Lease, createRevision: int64(p.Lease.Order)}
 		if !p.Lease.Permanent {
 			e.leaseID = unknownLeaseID
 		}
+
 		var err error
 		if e.subnets, err = codec.ParseKey(e.key); err != nil || e.key == k.own || !matchesKey(e.lease, e.key) {
 			return nil
@@ -98,6 +101,7 @@ func parseMark(text string) (w mark, ok bool) {
 	if text == "0" {
 		return mark{}, true
 	}
+
 	var id uint64
 	head, key, cut := cutFields(text, 3)
 	if !cut || key == "" {

@@ -118,15 +118,18 @@ func (c *leaseCache) retainFrom(old leaseCache) {
 		c.expiring = nil
 		return
 	}
+
 	listed := slices.Collect(maps.Values(c.entries))
 	for key := range c.entries { // some may have been written again while the host did not watch
 		delete(c.expiring, key)
 	}
+
 	for key, e := range old.entries {
 		if _, there := c.entries[key]; !there && c.retain(key) {
 			c.entries[key] = e
 		}
 	}
+
 	maps.DeleteFunc(c.expiring, func(key string, _ struct{}) bool { return c.entries[key] == nil })
 	for _, e := range listed {
 		c.drop(map[string]*subnet.Lease{}, c.replaced(e, c.entries))

@@ -84,6 +84,7 @@ func (m *Manager) listAt(ctx context.Context, revision int64) (listing, error) {
 			options = append(options, clientv3.WithRev(l.store.Revision), clientv3.WithSerializable())
 			m.client.hosts.Store(page.Count)
 		}
+
 		first := len(l.entries)
 		l.entries = append(l.entries, make([]entry, len(page.Kvs))...)
 		entries := l.entries[first:]
@@ -94,6 +95,7 @@ func (m *Manager) listAt(ctx context.Context, revision int64) (listing, error) {
 			decoding.Wait()
 			return l, nil
 		}
+
 		from = string(page.Kvs[len(page.Kvs)-1].Key) + "\x00"
 		if first == 0 && m.slow.Load() {
 			if err := m.client.turn(ctx); err != nil {

@@ -51,10 +51,12 @@ func (l *login) get(ctx, life context.Context) (token string, err error) {
 	if valid {
 		return token, nil
 	}
+
 	select {
 	case <-running:
 	case <-ctx.Done():
 	}
+
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch {

@@ -41,6 +41,7 @@ func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, err
 		return subnet.Config{}, nil, fmt.Errorf("%w: etcd key %s does not exist (it must be put with the etcd v3 API)",
 			subnet.ErrNoConfig, m.configKey())
 	}
+
 	cfg, err := subnet.ParseConfig(resp.Kvs[0].Value)
 	if err != nil {
 		return subnet.Config{}, nil, fmt.Errorf("etcd key %s: %w", m.configKey(), err)
@@ -90,6 +91,7 @@ func (m *Manager) applyConfigEvents(cache *leaseCache, resp *pb.WatchResponse) {
 		if string(ev.Kv.Key) != key {
 			return false
 		}
+
 		switch {
 		case ev.Kv.ModRevision <= cache.configRevision:
 			return true

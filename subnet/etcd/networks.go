@@ -63,6 +63,7 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 			keys = append(keys, m.configOf(name))
 		}
 	}
+
 	seen := map[string]int64{} // by network: the latest revision at which this run has seen its configuration in the store
 	b := m.backoff()
 	for {
@@ -74,6 +75,7 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 			for _, name := range now.Deleted {
 				delete(seen, name)
 			}
+
 			listed := now.Revision
 			sink(now.clone())
 			err = m.follow(ctx, keys, listed+1, watcher{checks: true, on: func(resp *pb.WatchResponse, _ int64) error {
@@ -84,6 +86,7 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 				}
 				return nil
 			}})
+
 			for name := range now.Texts {
 				seen[name] = now.Revision
 			}
@@ -149,6 +152,7 @@ func (m *Manager) deleted(ctx context.Context, known map[string]subnet.Observati
 		if _, exists := listed.Texts[name]; exists {
 			continue
 		}
+
 		was, err := m.hasLease(ctx, name, known[name])
 		// If the listing is older than the recorded revision, it comes from another store: a store
 		// does not go back.
@@ -255,6 +259,7 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (NetworkConfig
 		}
 		return resp, err
 	}
+
 	read := func(key string) error {
 		resp, err := get(key)
 		if err != nil {
@@ -265,6 +270,7 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (NetworkConfig
 		}
 		return nil
 	}
+
 	for _, key := range keys {
 		if !strings.HasSuffix(key, "/") {
 			if err := read(key); err != nil {
@@ -272,6 +278,7 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (NetworkConfig
 			}
 			continue
 		}
+
 		// A network may have thousands of leases, so the loop does not read all keys below key. It
 		// reads the first key of a network and its configuration, and continues behind the keys of
 		// that network. These are two small requests for each network.
@@ -283,6 +290,7 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (NetworkConfig
 			if len(resp.Kvs) == 0 {
 				break
 			}
+
 			name, _, below := strings.Cut(strings.TrimPrefix(string(resp.Kvs[0].Key), key), "/")
 			from = string(resp.Kvs[0].Key) + "\x00"
 			if below {
@@ -315,6 +323,7 @@ func (m *Manager) Release(ctx context.Context, own subnet.Lease) error {
 		}
 		return err
 	}
+
 	key := m.dir + own.Key
 	var id clientv3.LeaseID
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {

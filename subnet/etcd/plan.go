@@ -40,6 +40,7 @@ func choose(pools []subnet.Pool, wanted, former []netip.Prefix, running ownLease
 		}
 		taken = append(taken, e.subnets...)
 	}
+
 	p.keep = leaseToKeep(pools, wanted, running.exists(), taken, mine)
 	if p.keep == nil {
 		p.other = len(mine) > 0
@@ -53,6 +54,7 @@ func choose(pools []subnet.Pool, wanted, former []netip.Prefix, running ownLease
 				before = append(before, e.subnets...)
 			}
 		}
+
 		var err error
 		if p.subnets, err = may.allocate(pools, slices.Concat(before, wanted, after, former), taken); err != nil {
 			return plan{}, err
@@ -62,6 +64,7 @@ func choose(pools []subnet.Pool, wanted, former []netip.Prefix, running ownLease
 		// place. While the node runs, unusable leases that it has not written stay too.
 		p.stale = slices.DeleteFunc(p.stale, func(e entry) bool { return !e.leased() || running.exists() && relationOf(e) != proven })
 	}
+
 	for _, e := range mine {
 		switch {
 		case e == p.keep:

@@ -36,6 +36,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 			return foreign
 		}
 	}
+
 	found := recalled(l.entries, relationOf, m.previous(own))
 	var may *rights
 	if known && found != nil && relationOf(*found) == likely {

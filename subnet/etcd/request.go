@@ -35,6 +35,7 @@ func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Cl
 	err := m.callWithin(ctx, deadline, f)
 	took := time.Since(start)
 	m.slow.Store(took > m.timing.slow)
+
 	switch {
 	case err == nil && took < m.timing.request/2:
 		m.late.Store(0)

@@ -23,6 +23,7 @@ func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
 	if l := s.Swap(nil); l != nil && time.Since(l.read) < stashTime {
 		return *l, nil
 	}
+
 	l, ok, err := m.restore(ctx)
 	if ok || err != nil {
 		return l, err
@@ -45,10 +46,12 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	if k == nil || k.ended {
 		return listing{}, false, nil
 	}
+
 	cache, is, err := m.recognizeStore(ctx, k)
 	if err == nil && is == same {
 		err = m.catchUp(ctx, cache)
 	}
+
 	switch {
 	case errors.Is(err, errRelist):
 		is = unknown
@@ -69,6 +72,7 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	for _, key := range slices.Sorted(maps.Keys(cache.entries)) {
 		l.entries = append(l.entries, *cache.entries[key])
 	}
+
 	l.store = cache.store
 	l.head = cache.head
 	l.read = time.Now()
@@ -87,6 +91,7 @@ func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
 	if !cache.partial() {
 		return nil
 	}
+
 	ctx, cancel := context.WithTimeoutCause(ctx, m.timing.catchUp, errCaughtUp)
 	defer cancel()
 

@@ -93,6 +93,7 @@ func (m *Manager) rights(ctx context.Context) (*rights, error) {
 			return nil, err
 		}
 	}
+
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		user, err := c.UserGet(ctx, r.user)
 		if err != nil {
@@ -100,6 +101,7 @@ func (m *Manager) rights(ctx context.Context) (*rights, error) {
 		}
 		r.roles = user.Roles
 		r.keys = nil
+
 		for _, name := range user.Roles {
 			role, err := c.RoleGet(ctx, name)
 			if err != nil {

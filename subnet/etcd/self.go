@@ -126,6 +126,7 @@ func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []entry) (
 	if own := m.resumed.Load(); own != nil {
 		known = codec.Identities(own.Endpoints)
 	}
+
 	ours := slices.Concat(known, codec.Identities(c.Endpoints))
 
 	for _, e := range entries {

@@ -80,6 +80,7 @@ func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watch
 	}
 	cause := context.Cause(inner)
 	cancel(nil)
+
 	switch {
 	case ctx.Err() != nil:
 		return ctx.Err()
@@ -113,6 +114,7 @@ func open(ctx context.Context, conn *connection, keys []string, next int64) (*st
 	}
 	s := &stream{Watch_WatchClient: watch, advanced: wait.NewSignal()}
 	s.probe() // see answersEarly
+
 	for i, key := range keys {
 		r := watchRequest(key, next)
 		r.GetCreateRequest().ProgressNotify = i == 0 // one notification is sufficient for all keys
@@ -167,6 +169,7 @@ func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, 
 	defer probe.Stop()
 	insisting, satisfied := context.WithCancel(ctx)
 	defer satisfied()
+
 	for created := false; ; {
 		resp, err := s.Recv()
 		switch {
@@ -180,6 +183,7 @@ func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, 
 		if resp.WatchId == clientv3.InvalidWatchID {
 			s.answers.Store(true)
 		}
+
 		created = created || resp.Created
 		if !created {
 			// Before 3.4.25 and 3.5.8 etcd answers a probe at once, even on a stream without a
@@ -190,6 +194,7 @@ func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, 
 		if resp.Created && resp.WatchId == firstWatch && w.partial != nil {
 			s.background.Go(func() { s.insist(insisting) })
 		}
+
 		s.advance(resp.Header.Revision)
 		if err := w.on(resp, s.confirmed(resp)); err != nil {
 			return err
@@ -197,6 +202,7 @@ func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, 
 		if w.partial != nil && !w.partial() {
 			satisfied()
 		}
+
 		quiet := m.timing.quiet
 		if w.waits != nil && w.waits() {
 			quiet = m.timing.idle
@@ -253,6 +259,7 @@ func (m *Manager) verify(ctx context.Context, s *stream) error {
 		if wait.For(ctx, wait.Vary(m.timing.check, 0.2)) != nil {
 			return nil
 		}
+
 		head, err := m.head(ctx)
 		switch {
 		case errors.Is(err, errLoggingIn):
@@ -260,6 +267,7 @@ func (m *Manager) verify(ctx context.Context, s *stream) error {
 		case err != nil:
 			return err
 		}
+
 		s.probe()
 		if err := m.awaitRevision(ctx, s, head); err != nil {
 			return err
@@ -297,6 +305,7 @@ func (m *Manager) awaitRevision(ctx context.Context, s *stream, revision int64) 
 	limit := m.timing.probeAnswer
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
+
 	for s.reached.Load() < revision {
 		select {
 		case <-ctx.Done():

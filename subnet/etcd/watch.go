@@ -21,6 +21,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	if !kept {
 		cache = &leaseCache{}
 	}
+
 	defer m.cache.Store(cache)
 	b := m.backoff()
 	for {
@@ -44,6 +45,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 				partial: cache.partial,
 				checks:  !m.guest, // a watch of the manager that owns the connection checks it
 			})
+
 			end()
 			if !errors.Is(err, errStalled) {
 				cache.streamWasUp(time.Now(), m.timing.dead)
@@ -89,6 +91,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 		}
 		return nil
 	}
+
 	list := m.list
 	switch {
 	case cache.store.Revision == 0: // Acquire may just have left a listing
@@ -99,6 +102,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 			return err
 		}
 	}
+
 	l, err := list(ctx)
 	if err != nil {
 		return err
@@ -117,6 +121,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 		was := subnet.StoreID{ID: old.store.ID, Revision: old.store.Revision}
 		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", was, "is", cache.store)
 	}
+
 	for i := range l.entries {
 		l.entries[i].value = nil
 		e := m.cfg.Interner.intern(&l.entries[i])
@@ -126,6 +131,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 		}
 		m.logUndecodable(ctx, old.entries[e.key], e)
 	}
+
 	cache.retainFrom(old)
 	m.client.hosts.Store(int64(len(cache.entries)))
 	sink(cache.update(m.self.Load(), nil))

@@ -27,6 +27,7 @@ func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale [
 			return err
 		}
 	}
+
 	revision, err := m.write(ctx, own, 0, stale)
 	if err != nil {
 		return forgetIfGone(spare, err)
@@ -42,6 +43,7 @@ func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale [
 	if own.grant.id == spare.id {
 		*spare = grant{}
 	}
+
 	logDeleted(ctx, stale, own)
 	m.remember(ctx, own, stale...)
 	return nil
@@ -65,6 +67,7 @@ func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64, s
 	if i < 0 {
 		return errConflict
 	}
+
 	mine := func(e entry) bool { return e.key == own.key }
 	if !overlapsOlder(l[i], mine, l) {
 		return nil
@@ -94,6 +97,7 @@ func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) (
 		from = m.dir + own.key
 		end = m.dir + own.key + string(rune('&'+1))
 	}
+
 	var found []entry
 	err := m.callWithin(ctx, m.timing.page, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, from, clientv3.WithRange(end), clientv3.WithMinCreateRev(since+1))
@@ -131,6 +135,7 @@ func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []en
 			return err
 		}
 	}
+
 	// A write that the store may still execute requires that this key does not change.
 	pending := len(m.unanswered) > 0
 	if own.grant.id != e.leaseID || string(own.value) != string(e.value) || len(stale) > 0 || pending {
@@ -160,6 +165,7 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 		conditions = append(conditions, clientv3.Compare(clientv3.ModRevision(m.dir+e.key), "=", e.modRevision))
 		ops = append(ops, clientv3.OpDelete(m.dir+e.key))
 	}
+
 	var resp *clientv3.TxnResponse
 	m.writes++
 	m.claimKeys(m.own.key, own.key)
@@ -167,6 +173,7 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 		resp, err = c.Txn(ctx).If(conditions...).Then(ops...).Commit()
 		return err
 	})
+
 	switch {
 	case errors.Is(err, rpctypes.ErrPermissionDenied): // the store has answered and written nothing
 		return 0, fmt.Errorf("write %s: %w", key, err)
@@ -235,12 +242,14 @@ func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry)
 	for _, e := range replaced {
 		unused = append(unused, e.leaseID)
 	}
+
 	m.own = own
 	m.unanswered = nil
 	m.claimKeys(own.key)
 	if m.cfg.OnLease != nil {
 		m.cfg.OnLease(own.lease())
 	}
+
 	slices.Sort(unused)
 	for _, id := range slices.Compact(unused) {
 		if id != own.grant.id {

@@ -35,6 +35,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 			waiting = true
 			klog.FromContext(ctx).Error(err, "waiting for the API to give this node its subnet")
 		}
+
 		var begun time.Time
 		err = m.await(ctx, s, func() { begun = time.Now() }, func(now *ownNode) bool { return !errors.Is(now.cidrsErr, errNoPodCIDR) })
 		m.resetAfterLongWatch(b, begun)
@@ -62,6 +63,7 @@ func (m *Manager) acquire(ctx context.Context, s *ownNode, cfg subnet.Config, c 
 	case s.cidrsErr != nil:
 		return subnet.Lease{}, fmt.Errorf("%w: node %s: %w", subnet.ErrUnfit, name, s.cidrsErr)
 	}
+
 	es, err := endpointsOn(cfg, c, s.cidrs)
 	if err != nil {
 		err = fmt.Errorf("%w: node %s: %w", subnet.ErrUnfit, name, err)
@@ -78,6 +80,7 @@ func (m *Manager) acquire(ctx context.Context, s *ownNode, cfg subnet.Config, c 
 			return subnet.Lease{}, err
 		}
 	}
+
 	m.own.Store(&claim)
 	m.justRead.Store(s) // for Watch, which needs the revision of the store
 	return subnet.Lease{

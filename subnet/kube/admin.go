@@ -83,6 +83,7 @@ func Find() (name string, missing []string) {
 	if os.Getenv(clientcmd.RecommendedConfigPathEnvVar) != "" {
 		return clientcmd.RecommendedConfigPathEnvVar, nil
 	}
+
 	missing = append(missing, clientcmd.RecommendedConfigPathEnvVar+" is not set")
 	_, err := os.Stat(homeConfig())
 	if err == nil {
@@ -111,6 +112,7 @@ func Missing(ctx context.Context, cfg Config) (missing []string, err error) {
 		return nil, err
 	}
 	defer c.renew()
+
 	for _, r := range rights {
 		resource, sub, _ := strings.Cut(r[1], "/")
 		var review struct {
@@ -123,6 +125,7 @@ func Missing(ctx context.Context, cfg Config) (missing []string, err error) {
 				Allowed bool `json:"allowed"`
 			} `json:"status"`
 		}
+
 		review.APIVersion = "authorization.k8s.io/v1"
 		review.Kind = "SelfSubjectAccessReview"
 		review.Spec.Attributes = map[string]string{"verb": r[0], "resource": resource, "subresource": sub}
@@ -175,6 +178,7 @@ func NetConfig(ctx context.Context, cfg Config, namespace, name string) ([]byte,
 	body, err := c.call(ctx, configMapTimeout, request{
 		path: "namespaces/" + url.PathEscape(namespace) + "/configmaps/" + url.PathEscape(name), accept: acceptJSON,
 	})
+
 	var found struct{ Data map[string]string }
 	if err == nil {
 		err = json.Unmarshal(body, &found)

@@ -78,6 +78,7 @@ func (a *audit) read(ctx context.Context) (listed, error) {
 		if all.revision = max(all.revision, l.Revision); l.Continue == "" {
 			return all, nil
 		}
+
 		q.more = l.Continue
 		if err := wait.For(ctx, wait.Vary(a.m.timing.auditPage, 0.5)); err != nil {
 			return listed{}, err
@@ -102,6 +103,7 @@ func (a *audit) compare(ctx context.Context, f *fetcher, sink func(subnet.Update
 	if a.list == nil || a.cache.revision < a.list.revision {
 		return
 	}
+
 	l := *a.list
 	names := a.cache.differing(l)
 	a.list = nil
@@ -110,10 +112,12 @@ func (a *audit) compare(ctx context.Context, f *fetcher, sink func(subnet.Update
 	if len(names) == 0 {
 		return
 	}
+
 	klog.FromContext(ctx).Error(nil, "leases of the last known state differed from the Nodes and were corrected", "leases", len(names), "first", names[0])
 	if a.m.cfg.OnRepaired != nil {
 		a.m.cfg.OnRepaired(len(names))
 	}
+
 	for _, name := range names {
 		a.cache.correct(l.nodes[name], name)
 		if a.cache.entries[name].needsRequest() {
@@ -131,6 +135,7 @@ func (c *nodeCache) correct(is *entry, name string) {
 		delete(c.entries, name)
 		return
 	}
+
 	is.fresh = true
 	if e := c.entries[name]; e != nil {
 		is.loggedProblem = e.loggedProblem
@@ -166,6 +171,7 @@ func (c *nodeCache) differing(l listed) []string {
 			}
 		}
 	}
+
 	for name, e := range c.entries {
 		if _, there := l.nodes[name]; !there && e.version <= l.revision {
 			names = append(names, name)

@@ -73,6 +73,7 @@ func restConfig(cfg Config) (*rest.Config, error) {
 		}
 		return rc, nil
 	}
+
 	rc, err := clientcmd.BuildConfigFromFlags(cfg.APIURL, cfg.Kubeconfig)
 	if err != nil {
 		return nil, fmt.Errorf("use kubeconfig %q: %w", cfg.Kubeconfig, err)
@@ -89,6 +90,7 @@ func operatorConfig(cfg Config) (*rest.Config, error) {
 			TLSClientConfig: rest.TLSClientConfig{CAFile: filepath.Join(cfg.ServiceAccount, "ca.crt")},
 		}, nil
 	}
+
 	rules := &clientcmd.ClientConfigLoadingRules{ExplicitPath: cfg.Kubeconfig}
 	if cfg.APIURL == "" && cfg.Kubeconfig == "" {
 		rules = clientcmd.NewDefaultClientConfigLoadingRules()
@@ -97,6 +99,7 @@ func operatorConfig(cfg Config) (*rest.Config, error) {
 			rules.Precedence = []string{homeConfig()}
 		}
 	}
+
 	overrides := &clientcmd.ConfigOverrides{CurrentContext: cfg.Context}
 	overrides.ClusterInfo.Server = cfg.APIURL
 	rc, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, overrides).ClientConfig()
@@ -126,6 +129,7 @@ func newClient(cfg *rest.Config, agent string) (*client, error) {
 		cfg.BearerToken = ""
 		cfg.BearerTokenFile = ""
 	}
+
 	base, _, err := rest.DefaultServerUrlFor(cfg)
 	if err != nil {
 		return nil, fmt.Errorf("API server: %w", err)
@@ -174,10 +178,12 @@ func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 	if r.group != "" {
 		u = c.base.JoinPath("apis", r.group, "v1", r.path)
 	}
+
 	u.RawQuery = r.query.Encode()
 	if r.method == "" {
 		r.method = http.MethodGet
 	}
+
 	req, err := http.NewRequestWithContext(ctx, r.method, u.String(), bytes.NewReader(r.body))
 	if err != nil {
 		return nil, err
@@ -189,6 +195,7 @@ func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 	if r.compressed {
 		req.Header.Set("Accept-Encoding", "gzip")
 	}
+
 	resp, err := c.http.Do(req)
 	if err != nil {
 		return nil, c.explain(err)
@@ -223,10 +230,12 @@ func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(c
 		now := time.Now()
 		sent.Store(&now)
 	}}))
+
 	took := time.Since(start)
 	if at := sent.Load(); at != nil && time.Since(*at) > slowAfter || overloaded(err) {
 		c.slow.Store(time.Now().UnixNano())
 	}
+
 	switch {
 	case err == nil && took < usual/2:
 		c.late.Store(0)
@@ -330,10 +339,12 @@ func (c *client) explain(err error) error {
 	case errors.Is(err, net.ErrClosed): // renew has closed the connection
 		return errEnded
 	}
+
 	e := &apiError{host: c.host, kind: "unreachable", message: err.Error(), cause: err}
 	if u, ok := errors.AsType[*url.Error](err); ok {
 		e.message = u.Err.Error() // without the URL, which is always the same
 	}
+
 	switch {
 	case errors.Is(err, context.DeadlineExceeded):
 		e.message = "no answer in time"

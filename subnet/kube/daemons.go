@@ -33,6 +33,7 @@ func FindDaemons(ctx context.Context, cfg Config, namespace, selector string) (*
 	if err != nil {
 		return nil, err
 	}
+
 	// A pod can answer with a redirect. The client would send the operator's token there.
 	c.http.CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 	d := &Daemons{client: c, namespace: namespace, pods: map[string]string{}}
@@ -66,6 +67,7 @@ func (d *Daemons) list(ctx context.Context, selector, page string) (next string,
 	if err := json.Unmarshal(body, &found); err != nil {
 		return "", err
 	}
+
 	for _, pod := range found.Items {
 		// During an update a Node may have an old pod, which is being ended, and the new one.
 		// Evicted pods stay in the list for a long time.

@@ -99,6 +99,7 @@ func (f *fetcher) flush(ctx context.Context) {
 		delete(f.requested, name)
 		return true
 	})
+
 	f.waiting = nil
 	spread := f.interval()
 	for _, a := range f.cache.requests(names) {
@@ -130,6 +131,7 @@ func (c *nodeCache) split(names []string) []nodeRequest {
 		}
 		all = append(all, nodeRequest{query{name: name, revision: e.version}, []string{name}})
 	}
+
 	for chunk := range slices.Chunk(labelled, together) {
 		a := nodeRequest{names: chunk}
 		for _, name := range chunk {
@@ -186,6 +188,7 @@ func (f *fetcher) fetch(ctx context.Context, a nodeRequest, spread time.Duration
 	case <-ctx.Done():
 		return
 	}
+
 	// The request is an activity of its own, because the watch works at the same time.
 	activity := getting + a.names[0]
 	defer f.m.outage.Forget(activity)

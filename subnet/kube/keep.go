@@ -37,6 +37,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 		claim := own.Claim()
 		m.own.Store(&claim)
 	}
+
 	k := keeper{Manager: m}
 	b := m.backoff()
 	restores := m.backoff()
@@ -55,6 +56,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 			last = time.Now()
 			err = restores.Wait(ctx, 0)
 		}
+
 		switch {
 		case ctx.Err() != nil:
 			return ctx.Err()
@@ -63,6 +65,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 		case !passes(err) && !errors.Is(err, errRelist):
 			return err
 		}
+
 		m.report(ctx, maintaining, err)
 		if err := b.Wait(ctx, retryAfter(err)); err != nil {
 			return err
@@ -166,6 +169,7 @@ func (k *keeper) ensure(ctx context.Context, s *ownNode) (restored bool, err err
 			log.Info("this host's Node is back")
 		}
 	}
+
 	t := k.todo(s)
 	switch {
 	case t == nil:
@@ -174,6 +178,7 @@ func (k *keeper) ensure(ctx context.Context, s *ownNode) (restored bool, err err
 		k.events.sendNow(ctx, s.uid, "FlannelSubnetChanged", fmt.Sprintf("podCIDRs are %v now and were %v", s.cidrs, subnets(*k.own.Load())))
 		return false, fmt.Errorf("%w: node %s has podCIDRs %v now, and had %v", subnet.ErrLeaseLost, name, s.cidrs, subnets(*k.own.Load()))
 	}
+
 	k.warnIgnored(ctx, t.wrong)
 	if len(t.annotate) > 0 {
 		if err := k.annotate(ctx, name, t.annotate); err != nil {
@@ -216,6 +221,7 @@ func (m *Manager) await(ctx context.Context, s *ownNode, alive func(), changed f
 			}
 		}()
 	}
+
 	err := m.client.watch(ctx, m.decoder, query{name: *m.name.Load(), revision: s.revision}, alive, func(e wire.Event) error {
 		switch e.Type {
 		case wire.Bookmark:

@@ -47,6 +47,7 @@ func New(cfg Config) (*Manager, error) {
 	if cfg.AnnotationPrefix == "" {
 		cfg.AnnotationPrefix = annotation.DefaultPrefix
 	}
+
 	p, err := annotation.Prefix(cfg.AnnotationPrefix)
 	if err != nil {
 		return nil, fmt.Errorf("annotation prefix %q: %w", cfg.AnnotationPrefix, err)
@@ -64,6 +65,7 @@ func New(cfg Config) (*Manager, error) {
 		cfg: cfg, client: c, keys: k, decoder: newDecoder(k).WithLabel(cfg.LocationLabel), outage: outage.New("the Kubernetes API", cfg.OnStatus),
 		timing: defaultTiming(),
 	}
+
 	m.lastKnown.Store(&lastKnown{cfg.Own, cfg.Known})
 	m.cfg.Known = subnet.LedgerState{}
 	m.events = newEventSender(c, &m.timing, &m.name, &m.uid, &m.nodes)

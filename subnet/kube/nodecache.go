@@ -175,6 +175,7 @@ func (c *nodeCache) set(e *entry, n *wire.Node, full bool) {
 		e.order = uint64(n.Created)
 		changed = true
 	}
+
 	changed = e.setNotes(n) || changed
 	if full {
 		cidrs, err := podCIDRs(n)
@@ -184,6 +185,7 @@ func (c *nodeCache) set(e *entry, n *wire.Node, full bool) {
 	if changed {
 		c.decode(e)
 	}
+
 	switch lacks := e.needsRequest(); {
 	case lacks && e.host != string(n.Hostname):
 		e.host = string(n.Hostname)
@@ -233,11 +235,13 @@ func (c *nodeCache) decode(e *entry) {
 		e.err = e.cidrsErr
 		return
 	}
+
 	claim, err := c.keys.Decode(e.notes, e.cidrs, e.lease)
 	if len(claim.Endpoints) == 0 {
 		e.err = err
 		return
 	}
+
 	e.err = nil
 	e.partialErr = err
 	l := &subnet.Lease{Key: e.name, Order: e.order, BackendType: claim.BackendType, NextType: claim.NextType, Endpoints: claim.Endpoints}
@@ -283,15 +287,18 @@ func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
 		}
 		return "", nil
 	}
+
 	c.revision = revision
 	c.behind = false
 	if ev.Type == wire.Bookmark {
 		return "", nil
 	}
+
 	e := c.entries[string(n.Name)]
 	if e != nil && ev.Type != wire.Deleted {
 		c.lastChanged = lastChange{e.name, revision}
 	}
+
 	switch {
 	case ev.Type == wire.Deleted:
 		if c.lastChanged.name == string(n.Name) {
@@ -305,6 +312,7 @@ func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
 		}
 		delete(c.entries, e.name)
 		return e.name, nil
+
 	case e == nil || !e.isNode(n):
 		e = &entry{name: string(n.Name), fresh: true}
 		c.lastChanged = lastChange{e.name, revision}
@@ -312,6 +320,7 @@ func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
 		c.set(e, n, false)
 		return e.name, nil
 	}
+
 	c.set(e, n, false)
 	if e.fresh || e.needsRequest() || e.problem() != e.loggedProblem {
 		return e.name, nil
@@ -336,6 +345,7 @@ func (c *nodeCache) publish(ctx context.Context, name string, sink func(subnet.U
 	if name == "" {
 		return
 	}
+
 	changed := map[string]*subnet.Lease{}
 	e := c.entries[name]
 	switch {
@@ -352,6 +362,7 @@ func (c *nodeCache) publish(ctx context.Context, name string, sink func(subnet.U
 	if name == c.own {
 		return
 	}
+
 	c.store.Revision = c.revision
 	u := c.update(changed)
 	if e != nil && e.err != nil && e.lease != nil {
@@ -395,10 +406,12 @@ func (c *nodeCache) logUnreadable(ctx context.Context, name string, before, now 
 	if before != nil {
 		now.loggedProblem = before.loggedProblem
 	}
+
 	problem := now.problem()
 	if problem == now.loggedProblem {
 		return false
 	}
+
 	now.loggedProblem = problem
 
 	log, ok := c.problems.Next(klog.FromContext(ctx))

@@ -38,10 +38,12 @@ func newOwnNode(n *wire.Node, revision int64) *ownNode {
 		exists: true, uid: string(n.UID), created: n.Created, network: string(n.Network.Status),
 		version: n.Revision, revision: revision, read: time.Now(), location: string(n.Label),
 	}
+
 	for i, text := range n.Annotations {
 		s.notes[i] = annotation.Note{Text: string(text), Present: text != nil}
 	}
 	s.cidrs, s.cidrsErr = podCIDRs(n)
+
 	for _, text := range n.InternalIPs {
 		a, err := netip.ParseAddr(string(text))
 		same := func(b netip.Addr) bool { return a.Is4() == b.Is4() }

@@ -27,6 +27,7 @@ func podCIDRs(n *wire.Node) ([]netip.Prefix, error) {
 	case len(texts) == 0:
 		texts = [][]byte{n.PodCIDR}
 	}
+
 	var found [2]netip.Prefix
 	for _, text := range texts {
 		p, err := netip.ParsePrefix(string(text))
@@ -42,6 +43,7 @@ func podCIDRs(n *wire.Node) ([]netip.Prefix, error) {
 		}
 		found[i] = p.Masked()
 	}
+
 	var out []netip.Prefix
 	for _, p := range found {
 		if p.IsValid() {

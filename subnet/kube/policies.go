@@ -19,6 +19,7 @@ func (m *Manager) warnPolicies(ctx context.Context) {
 	if m.policiesSeen.Load() {
 		return
 	}
+
 	b := m.backoff()
 	for {
 		name, err := m.somePolicy(ctx)

@@ -55,6 +55,7 @@ func (p *probe) fire(ctx context.Context, wg *sync.WaitGroup) error {
 	if p.cache.revision < p.required {
 		return p.m.client.stale(p.cache.revision, p.required)
 	}
+
 	wg.Go(func() {
 		s, err := p.m.readNode(ctx, p.cache.own, 0)
 		if err != nil {

@@ -72,6 +72,7 @@ func (m *Manager) nodeName(ctx context.Context) (string, error) {
 	if name := m.name.Load(); name != nil {
 		return *name, nil
 	}
+
 	r := request{path: "namespaces/" + url.PathEscape(m.cfg.PodNamespace) + "/pods/" + url.PathEscape(m.cfg.PodName), accept: acceptJSON}
 	body, err := m.client.call(ctx, m.timing.request, r)
 	if err != nil {

@@ -98,6 +98,7 @@ func (m *Manager) recalled(s *ownNode) subnet.Claim {
 	if n[annotation.Managed].Text != "true" {
 		return subnet.Claim{}
 	}
+
 	c := subnet.Claim{BackendType: n[annotation.BackendType].Text, NextType: n[annotation.NextBackendType].Text}
 	for _, f := range families {
 		cidr, ok := prefix.OfFamily(s.cidrs, f)

@@ -42,10 +42,12 @@ func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
 			e.cidrs = append(e.cidrs, ep.Subnet)
 		}
 	}
+
 	for _, p := range f.known.Peers {
 		add(p.Lease)
 		cache.entries[p.Lease.Key].held = !p.HeldUntil.IsZero()
 	}
+
 	cache.lastKnownMark = parseMark(f.known.Store.Mark)
 	cache.store.Mark = ""
 	if f.own.Key != "" {
@@ -63,11 +65,13 @@ func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 	if c.revision == 0 || c.stale || c.behind || own == nil || own.uid == "" || c.lastChanged.version == 0 || c.lastChanged.version > c.revision {
 		return
 	}
+
 	for _, e := range c.entries {
 		if e.needsRequest() || e.fresh || e.err != nil && e.notes[annotation.Managed].Text == "true" { // the state file would not contain the Node
 			return
 		}
 	}
+
 	c.store.Revision = c.revision
 	u := c.update(map[string]*subnet.Lease{})
 	u.Store.Mark = mark{own.uid, c.lastChanged}.String()
@@ -83,6 +87,7 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok
 	if last == nil {
 		return false, nil
 	}
+
 	name := *m.name.Load()
 	revision := cache.store.Revision
 	own := cache.entries[name]
@@ -92,16 +97,19 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok
 			return false, err
 		}
 	}
+
 	cache.lastKnownMark = nil
 	if !is {
 		klog.FromContext(ctx).V(1).Info("the last known state cannot be continued, listing all Nodes", "revision", revision)
 		return false, nil
 	}
+
 	maps.DeleteFunc(cache.entries, func(_ string, e *entry) bool { return e.held })
 	own.uid = s.uid
 	if s.version <= revision { // a later change comes as an event
 		own.version = s.version
 	}
+
 	cache.own = name
 	cache.revision = revision
 	cache.restored = revision

@@ -87,6 +87,7 @@ func (c *client) list(ctx context.Context, d *wire.Decoder, q query, on func(*wi
 	if q.selects() {
 		level = 1 // there may be many such requests
 	}
+
 	klog.FromContext(ctx).V(level).Info("the API server's cache is behind, its store is asked", "answer", err.Error())
 	q.revision = 0
 	l, err = c.listOnce(ctx, d, q, on)
@@ -108,16 +109,19 @@ func (c *client) listOnce(ctx context.Context, d *wire.Decoder, q query, on func
 	if q.metadata {
 		r.accept = acceptMetadataList
 	}
+
 	switch {
 	case q.exact:
 		r.query.Set("resourceVersionMatch", "Exact")
 	case q.revision > 0:
 		r.query.Set("resourceVersionMatch", "NotOlderThan")
 	}
+
 	l, err := c.readList(ctx, d, r, func(n *wire.Node) {
 		stalled.Reset(stallTimeout)
 		on(n)
 	})
+
 	switch {
 	case outer.Err() != nil:
 		return listing{}, outer.Err()
@@ -168,6 +172,7 @@ func (c *client) watch(ctx context.Context, d *wire.Decoder, q query, alive func
 	if q.metadata {
 		r.accept = acceptMetadata
 	}
+
 	r.query.Set("watch", "true")
 	r.query.Set("allowWatchBookmarks", "true")
 	r.query.Set("timeoutSeconds", strconv.Itoa(int(lasts.Seconds())))
@@ -183,6 +188,7 @@ func (c *client) watch(ctx context.Context, d *wire.Decoder, q query, alive func
 		alive()
 		err = c.events(resp.Body, d, on)
 	}
+
 	e, _ := errors.AsType[*apiError](err)
 	switch {
 	case outer.Err() != nil:

@@ -74,6 +74,7 @@ func (t *turns) pause(ctx context.Context, known int, err error) time.Duration {
 			return 0
 		}
 	}
+
 	each := time.Duration(n) * t.m.timing.spread
 	if t.begun.IsZero() {
 		t.begun = time.Now()
@@ -81,6 +82,7 @@ func (t *turns) pause(ctx context.Context, known int, err error) time.Duration {
 		t.most = sumFactor * each
 		klog.FromContext(ctx).Info("the API server is busy, waiting before all nodes are listed", "nodes", n, "most", t.most)
 	}
+
 	pause := rand.N(time.Duration(t.factor)*each + 1)
 	t.factor = min(2*t.factor, maxFactor)
 	return pause

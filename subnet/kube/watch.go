@@ -22,6 +22,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	if cache == nil {
 		cache = m.newNodeCache(ctx)
 	}
+
 	// The receiver may be a new one. It needs all leases, which a list brings.
 	cache.revision = 0
 	cache.current = false
@@ -30,6 +31,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 		cache.publishMark(sink)
 		m.cache.Store(cache)
 	}()
+
 	b := m.backoff()
 	t := &turns{m: m}
 	for {
@@ -45,6 +47,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 		}
 		m.resetAfterLongWatch(b, begun)
 		cache.current = err == nil
+
 		switch {
 		case ctx.Err() != nil:
 			return ctx.Err()
@@ -62,6 +65,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 			// server has served. The cost of each list grows with the number of Nodes, and so does
 			// the random pause.
 			err = b.Wait(ctx, rand.N(time.Duration(len(cache.entries))*m.timing.spread+1))
+
 		case errors.Is(err, errBusy):
 			err = t.wait(ctx, len(cache.entries), err)
 		case cache.revision == 0 && overloaded(err):
@@ -69,6 +73,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 			if err = t.wait(ctx, len(cache.entries), err); err == nil {
 				err = b.Wait(ctx, 0)
 			}
+
 		default:
 			m.report(ctx, watching, err)
 			err = b.Wait(ctx, retryAfter(err))
@@ -89,6 +94,7 @@ func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink f
 	if cache.current && cache.revision != 0 {
 		return nil
 	}
+
 	var s *ownNode
 	var err error
 	if cache.listed {
@@ -119,6 +125,7 @@ func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink f
 	if cache.store.ID != "" && (next.store.ID != cache.store.ID || next.store.Revision < cache.store.Revision) {
 		klog.FromContext(ctx).Error(nil, "the Kubernetes API has not the store it had", "was", cache.store, "is", next.store)
 	}
+
 	for name, e := range next.entries {
 		cache.logUnreadable(ctx, name, cache.entries[name], e)
 	}
@@ -140,6 +147,7 @@ func (m *Manager) list(ctx context.Context, cache *nodeCache, s *ownNode) (*node
 	if cache.entries == nil {
 		return m.listAs(ctx, cache, s, query{revision: required})
 	}
+
 	next, err := m.listAs(ctx, cache, s, query{revision: required, metadata: true})
 	if err != nil {
 		return nil, err
@@ -151,6 +159,7 @@ func (m *Manager) list(ctx context.Context, cache *nodeCache, s *ownNode) (*node
 		}
 		return m.listAs(ctx, cache, s, query{revision: required})
 	}
+
 	answers, err := m.requestAll(ctx, requests)
 	for _, got := range answers {
 		next.applyAnswer(got)
@@ -189,6 +198,7 @@ func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet
 		cancel()
 		f.wg.Wait()
 	}()
+
 	f.wg.Go(func() {
 		ended <- m.client.watch(ctx, m.decoder, query{metadata: true, revision: cache.revision}, alive, func(e wire.Event) error {
 			select {
@@ -200,6 +210,7 @@ func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet
 			return nil
 		})
 	})
+
 	for _, name := range cache.missing() {
 		f.request(name)
 	}
@@ -217,6 +228,7 @@ func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet
 			p.applyEvent(ctx)
 			cache.publish(ctx, name, sink)
 			a.compare(ctx, f, sink)
+
 		case <-f.due.C:
 			f.flush(ctx)
 		case got := <-f.answers:
@@ -224,10 +236,12 @@ func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet
 			for _, name := range got.names {
 				cache.publish(ctx, name, sink)
 			}
+
 		case <-p.due.C:
 			if err := p.fire(ctx, &f.wg); err != nil {
 				return err
 			}
+
 		case s := <-p.got:
 			p.applyAnswer(s)
 		case <-a.due.C:

@@ -122,6 +122,7 @@ func fieldsOf(s reflect.Type) (names []string) {
 	if s.Kind() != reflect.Struct {
 		return nil
 	}
+
 	for f := range s.Fields() {
 		if !f.IsExported() {
 			continue

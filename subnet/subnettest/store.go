@@ -98,6 +98,7 @@ func (s *Store) snapshot(own string) subnet.Snapshot {
 			snap.Leases = append(snap.Leases, &r.lease)
 		}
 	}
+
 	slices.Sort(snap.Undecodable)
 	slices.SortFunc(snap.Leases, func(a, b *subnet.Lease) int { return strings.Compare(a.Key, b.Key) })
 	return snap
@@ -176,6 +177,7 @@ func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, er
 	for _, e := range c.Endpoints {
 		wanted = append(wanted, e.Subnet)
 	}
+
 	wanted = append(wanted, m.previous...)
 	var stale []string
 	for key, r := range m.store.leases {
@@ -194,10 +196,12 @@ func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, er
 		}
 		stale = append(stale, key)
 	}
+
 	subnets, err := subnet.Allocate(pools, wanted, taken, nil)
 	if err != nil {
 		return subnet.Lease{}, err
 	}
+
 	for _, key := range stale {
 		delete(m.store.leases, key)
 	}
@@ -259,6 +263,7 @@ func (m *Manager) WatchConfig(ctx context.Context, sink func(text []byte)) error
 		} else {
 			sink([]byte(text))
 		}
+
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
@@ -279,6 +284,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 				return err
 			}
 		}
+
 		select {
 		case <-ctx.Done():
 			return ctx.Err()

@@ -26,6 +26,7 @@ func Run(t *testing.T, newBacking func(t *testing.T) Backing) {
 			t.Run(name, func(t *testing.T) { testAcquire(t, newBacking(t), config) })
 		}
 	})
+
 	t.Run("acquire by another configuration than the store's", func(t *testing.T) { testAcquireByOwnConfig(t, newBacking(t)) })
 	t.Run("watch", func(t *testing.T) { testWatch(t, newBacking(t)) })
 	t.Run("migration", func(t *testing.T) { testMigration(t, newBacking(t)) })
@@ -68,10 +69,12 @@ func testAcquire(t *testing.T, b Backing, config string) {
 			}
 		})
 	}
+
 	wg.Wait()
 	if t.Failed() {
 		return
 	}
+
 	for n, l := range leases[1:] {
 		checkLease(t, config, n+1, l)
 		if b.Allocates() == l.Permanent || b.Allocates() && time.Until(l.Expires) < time.Second {
@@ -83,6 +86,7 @@ func testAcquire(t *testing.T, b Backing, config string) {
 			}
 		}
 	}
+
 	again := b.Manager(t, 3)
 	recalled, err := again.Recall(t.Context(), claim(config, 3))
 	if err != nil || recalled.BackendType != "vxlan" || !sameEndpoints(recalled.Endpoints, leases[3].Endpoints) {
@@ -110,6 +114,7 @@ func testAcquireByOwnConfig(t *testing.T, b Backing) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for _, now := range []string{`{"Network":"10.6.0.0/16"}`, configDual, ""} {
 		b.SetConfig(t, now)
 		c := claim(configV4, 1)
@@ -167,6 +172,7 @@ func testPrevious(t *testing.T, b Backing) {
 	if second.Endpoints[0].Subnet == c.Endpoints[0].Subnet {
 		c.Endpoints[0].Subnet = netip.MustParsePrefix("10.5.79.0/24")
 	}
+
 	third, err := Acquire(t.Context(), b.Manager(t, 3), c)
 	if err != nil || third.Endpoints[0].Subnet != c.Endpoints[0].Subnet {
 		t.Errorf("got %v, %v, want the subnet that is claimed", third, err)
@@ -189,6 +195,7 @@ func testNoSubnets(t *testing.T, b Backing) {
 			t.Fatal(err)
 		}
 	}
+
 	m := b.Manager(t, 4)
 	if l, err := Acquire(t.Context(), m, claim(configV4, 4)); !errors.Is(err, subnet.ErrNoSubnets) {
 		t.Fatalf("got %v, %v, want ErrNoSubnets", l, err)
@@ -221,6 +228,7 @@ func testWatch(t *testing.T, b Backing) {
 	if snap.Store.ID == "" || snap.Store.Revision <= 0 {
 		t.Errorf("snapshot comes from %+v", snap.Store)
 	}
+
 	other, err := Acquire(t.Context(), b.Manager(t, 3), claim(configV4, 3))
 	if err != nil {
 		t.Fatal(err)
@@ -239,6 +247,7 @@ func testWatch(t *testing.T, b Backing) {
 		}
 		return s.Leases[i]
 	}
+
 	snap = w.Until(t, "the peer's new data", func(s subnet.Snapshot) bool {
 		l := find(s, peer.Key)
 		return len(l.Endpoints) > 0 && string(l.Endpoints[0].Data) == string(moved.Endpoints[0].Data)
@@ -246,11 +255,13 @@ func testWatch(t *testing.T, b Backing) {
 	if now, before := find(snap, peer.Key).Claimed, find(snap, other.Key).Claimed; now <= before {
 		t.Errorf("the lease that was written last has Claimed %d, the one before it %d", now, before)
 	}
+
 	b.Break(t, other.Key)
 	snap = w.Until(t, "an unreadable peer", func(s subnet.Snapshot) bool { return slices.Equal(s.Undecodable, []string{other.Key}) })
 	if !Has(peer.Key)(snap) {
 		t.Errorf("with one lease unreadable the others are %v", snap.Leases)
 	}
+
 	b.Delete(t, other.Key)
 	w.Until(t, "the unreadable peer gone", func(s subnet.Snapshot) bool { return len(s.Undecodable) == 0 && Has(peer.Key)(s) })
 	b.Delete(t, peer.Key)
@@ -277,6 +288,7 @@ func testMigration(t *testing.T, b Backing) {
 	for i := range migrating.Endpoints {
 		migrating.Endpoints[i].NextData = json.RawMessage(fmt.Sprintf(`{"PublicKey":"key%d"}`, i))
 	}
+
 	finished := claim(configDual, 1)
 	for _, step := range []struct {
 		name  string
@@ -291,6 +303,7 @@ func testMigration(t *testing.T, b Backing) {
 				return l.Key == own.Key && l.BackendType == own.BackendType && l.NextType == own.NextType && sameEndpoints(l.Endpoints, own.Endpoints)
 			})
 		})
+
 		recalled, err := b.Manager(t, 1).Recall(t.Context(), claim(configDual, 1))
 		if err != nil || recalled.NextType != own.NextType || !sameEndpoints(recalled.Endpoints, own.Endpoints) {
 			t.Errorf("%s: recalled %+v, %v, want %+v", step.name, recalled, err, own)
@@ -324,12 +337,14 @@ func testKeep(t *testing.T, b Backing) {
 		return s.Store.Revision >= before.Store.Revision+2 && len(s.Leases) == 1 && s.Leases[0].Key == own.Key &&
 			sameEndpoints(s.Leases[0].Endpoints, own.Endpoints)
 	}
+
 	b.Withdraw(t, own.Key)
 	before = w.Until(t, "our lease taken again", restored)
 	b.Break(t, own.Key)
 	w.Until(t, "our lease written again", restored)
 	thief := netip.MustParseAddr("192.0.2.66")
 	b.Take(t, own, thief)
+
 	select {
 	case err := <-done:
 		if !errors.Is(err, subnet.ErrLeaseLost) {
@@ -338,6 +353,7 @@ func testKeep(t *testing.T, b Backing) {
 	case <-time.After(patience):
 		t.Error("Keep did not notice that another node has our subnet")
 	}
+
 	w.Until(t, "the new owner's lease", func(s subnet.Snapshot) bool {
 		return Has(own.Key)(s) && s.Leases[0].Endpoints[0].PublicIP == thief
 	})
@@ -361,6 +377,7 @@ func testCancel(t *testing.T, b Backing) {
 			}
 		})
 	}()
+
 	go func() { done <- m.Keep(ctx, own) }()
 	waittest.Receive(t, patience, "the first leases", first)
 	cancel()
@@ -374,10 +391,12 @@ func testCancel(t *testing.T, b Backing) {
 			t.Error("a method goes on after its context has ended")
 		}
 	}
+
 	cfg, err := subnet.ParseConfig([]byte(configV4))
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for name, call := range map[string]func() error{
 		"Config":  func() error { _, err := m.Config(ctx); return err },
 		"Recall":  func() error { _, err := m.Recall(ctx, claim(configV4, 1)); return err },

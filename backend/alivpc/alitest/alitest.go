@@ -98,6 +98,7 @@ func signed(r *http.Request) vpctest.Signed {
 	acs3.Sign(again, access.Keys{ID: vpctest.KeyID, Secret: vpctest.Secret, Token: vpctest.Token}, acs3.Call{
 		Action: r.Header.Get("X-Acs-Action"), Version: r.Header.Get("X-Acs-Version"), Time: at, Nonce: nonce,
 	})
+
 	valid := r.Method == http.MethodPost && r.Header.Get("Accept") == "application/json" && r.URL.RawQuery == again.URL.RawQuery && nonce != ""
 	for _, name := range []string{"Authorization", "X-Acs-Security-Token", "X-Acs-Content-Sha256"} {
 		valid = valid && again.Header.Get(name) == r.Header.Get(name)
@@ -117,6 +118,7 @@ func answer(v *vpctest.View, version, name string, params url.Values) (any, erro
 	if params.Get("RegionId") != vpctest.Region {
 		return nil, vpctest.ErrInvalid
 	}
+
 	table := params.Get("RouteTableId")
 	target := params.Get("NextHopId")
 	dst, err := netip.ParsePrefix(params.Get("DestinationCidrBlock"))
@@ -137,6 +139,7 @@ func answer(v *vpctest.View, version, name string, params url.Values) (any, erro
 		}
 		made, err := v.Create(table, dst, target, params.Get("Description"))
 		return object{"RouteEntryId": entryID(made)}, err
+
 	case name == "ModifyRouteEntry":
 		if params.Get("NewNextHopType") != "Instance" {
 			return nil, vpctest.ErrInvalid
@@ -165,6 +168,7 @@ func cut[T any](v *vpctest.View, params url.Values, sizeName string, items []T) 
 			return nil, "", vpctest.ErrInvalid
 		}
 	}
+
 	end := min(begin+v.PageSize(size), len(items))
 	if end < len(items) {
 		next = strconv.Itoa(end)
@@ -186,10 +190,12 @@ func entries(v *vpctest.View, params url.Values) (any, error) {
 		for _, target := range append([]string{r.Target}, r.More...) {
 			hops = append(hops, object{"NextHopType": hopType(target), "NextHopId": target, "Enabled": 1})
 		}
+
 		kind := map[vpctest.Kind]string{vpctest.System: "System", vpctest.Custom: "Custom", vpctest.Learned: "BGP"}[r.Kind]
 		if r.Kind == vpctest.System {
 			hops = []object{{"NextHopType": "local", "NextHopId": ""}}
 		}
+
 		origin := map[vpctest.Kind]string{vpctest.System: "SystemCreate", vpctest.Custom: "CustomCreate", vpctest.Learned: "RoutePropagation"}[r.Kind]
 		all = append(all, object{
 			"RouteTableId": table, "RouteEntryId": entryID(r), "DestinationCidrBlock": r.Dst.String(), "Type": kind, "Origin": origin, "Status": map[bool]string{true: "Pending", false: "Available"}[v.Pending(r)],
@@ -245,6 +251,7 @@ func describe(i vpctest.Instance) object {
 			six = append(six, object{"Ipv6Address": a.String()})
 		}
 	}
+
 	status := "Running"
 	if i.Stopped {
 		status = "Stopped"

@@ -28,10 +28,12 @@ func Metadata(i vpctest.Instance) http.Handler {
 		}
 		_, _ = w.Write([]byte(session))
 	})
+
 	keys, _ := json.Marshal(map[string]string{ //nolint:errchkjson // strings
 		"Code": "Success", "AccessKeyId": vpctest.KeyID, "AccessKeySecret": vpctest.Secret, "SecurityToken": vpctest.Token,
 		"Expiration": time.Now().Add(6 * time.Hour).UTC().Format(time.RFC3339), "LastUpdated": time.Now().UTC().Format(time.RFC3339),
 	})
+
 	var four, six []string
 	for _, a := range i.Addresses {
 		if a.Is4() {
@@ -40,6 +42,7 @@ func Metadata(i vpctest.Instance) http.Handler {
 			six = append(six, a.String())
 		}
 	}
+
 	for path, text := range map[string]string{
 		"region-id": vpctest.Region, "instance-id": i.ID, "mac": mac, "ram/security-credentials/{$}": role, "ram/security-credentials/" + role: string(keys),
 		"network/interfaces/macs/{$}":                       mac + "/",

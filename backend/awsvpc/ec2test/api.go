@@ -219,6 +219,7 @@ func describeInstances(v *vpctest.View, form url.Values) (any, error) {
 	if slices.ContainsFunc(ids, func(id string) bool { return !known[id] }) {
 		return nil, errNoID
 	}
+
 	var a instanceAnswer
 	a.Instances, a.NextToken = cut(v, form, all)
 	return a, nil
@@ -230,6 +231,7 @@ func matchesInstance(i vpctest.Instance, name string, values []string) (ok, know
 	has := func(is4 bool) bool {
 		return slices.ContainsFunc(i.Addresses, func(a netip.Addr) bool { return a.Is4() == is4 && slices.Contains(values, a.String()) })
 	}
+
 	switch name {
 	case "vpc-id":
 		return slices.Contains(values, vpctest.VPC), true
@@ -254,6 +256,7 @@ func item(i vpctest.Instance) instanceItem {
 			n.IPv6 = append(n.IPv6, a.String())
 		}
 	}
+
 	state := "running"
 	if i.Stopped {
 		state = "stopped"
@@ -300,6 +303,7 @@ func (s *Server) describeTables(v *vpctest.View, form url.Values) (any, error) {
 			return nil, vpctest.ErrNoTable
 		}
 	}
+
 	var all []tableItem
 	for _, id := range v.Tables() {
 		wanted := len(ids) == 0 || slices.Contains(ids, id)
@@ -313,12 +317,14 @@ func (s *Server) describeTables(v *vpctest.View, form url.Values) (any, error) {
 		if !wanted {
 			continue
 		}
+
 		routes, err := v.Visible(id)
 		if err != nil {
 			return nil, err
 		}
 		all = append(all, describe(v, id, routes))
 	}
+
 	var a tableAnswer
 	a.Tables, a.NextToken = cut(v, form, all)
 	return a, nil
@@ -347,6 +353,7 @@ func describe(v *vpctest.View, id string, routes []vpctest.Route) tableItem {
 	if subnet := v.SubnetOf(id); subnet != "" || id == vpctest.MainTable {
 		table.Associations = []associationItem{{Subnet: subnet, Main: id == vpctest.MainTable}}
 	}
+
 	for _, r := range routes {
 		origin := map[vpctest.Kind]string{vpctest.System: "CreateRouteTable", vpctest.Custom: "CreateRoute", vpctest.Learned: "EnableVgwRoutePropagation"}[r.Kind]
 		one := routeItem{State: "active", Origin: origin}
@@ -355,6 +362,7 @@ func describe(v *vpctest.View, id string, routes []vpctest.Route) tableItem {
 		} else {
 			one.IPv6 = r.Dst.String()
 		}
+
 		kind, _, _ := strings.Cut(r.Target, "-")
 		switch kind {
 		case "eni":

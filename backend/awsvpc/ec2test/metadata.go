@@ -27,6 +27,7 @@ func Metadata(i vpctest.Instance) http.Handler {
 		w.Header().Set("X-Aws-Ec2-Metadata-Token-Ttl-Seconds", ttl)
 		_, _ = w.Write([]byte(metadataToken))
 	})
+
 	serve := func(path string, text []byte) {
 		mux.HandleFunc("GET /latest/meta-data/"+path, func(w http.ResponseWriter, r *http.Request) {
 			if r.Header.Get("X-Aws-Ec2-Metadata-Token") != metadataToken {
@@ -36,6 +37,7 @@ func Metadata(i vpctest.Instance) http.Handler {
 			_, _ = w.Write(text)
 		})
 	}
+
 	serve("placement/region", []byte(vpctest.Region))
 	serve("instance-id", []byte(i.ID))
 	serve("services/domain", []byte("amazonaws.com"))

@@ -38,6 +38,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if problem := s.check(r, name, body, answer, f); problem != nil {
 		f = failed(http.StatusBadRequest, "notInTheDescription", "%v", problem)
 	}
+
 	call := Call{Name: name}
 	w.Header().Set("Content-Type", "application/json; charset=UTF-8")
 	if f != nil {
@@ -76,10 +77,12 @@ func nameOf(r *http.Request) (name string, parts []string) {
 	if r.URL.Path == "/v3/projects/"+Project+":testIamPermissions" && r.Method == http.MethodPost {
 		return "projects.testIamPermissions", nil
 	}
+
 	rest, ok := strings.CutPrefix(r.URL.Path, "/compute/v1/projects/"+Project+"/")
 	if !ok {
 		return "", nil
 	}
+
 	parts = strings.Split(rest, "/")
 	in := func(method string, shape ...string) bool {
 		for i, want := range shape {
@@ -89,6 +92,7 @@ func nameOf(r *http.Request) (name string, parts []string) {
 		}
 		return r.Method == method
 	}
+
 	switch {
 	case in(http.MethodGet, "zones", Zone, "instances", "*"):
 		name = "instances.get"
@@ -151,15 +155,18 @@ func (s *Server) answer(r *http.Request, name string, parts []string) (any, *fai
 	case name == "projects.testIamPermissions" && s.noManager:
 		return nil, failed(http.StatusForbidden, "accessNotConfigured", "Cloud Resource Manager API has not been used in project %s before or it is disabled.", Number)
 	}
+
 	for _, p := range permissions(name) {
 		if s.denied[p] {
 			return nil, failed(http.StatusForbidden, "forbidden", "Required '%s' permission for '%s'", p, strings.TrimPrefix(r.URL.Path, "/compute/v1/"))
 		}
 	}
+
 	last := ""
 	if len(parts) > 0 {
 		last = parts[len(parts)-1]
 	}
+
 	switch name {
 	case "projects.testIamPermissions", "instances.testIamPermissions":
 		return s.testPermissions(r)
@@ -247,6 +254,7 @@ func (s *Server) listRoutes(r *http.Request) (any, *failure) {
 	if f == nil {
 		return nil, failed(http.StatusBadRequest, "invalid", "Invalid value for field 'filter': '%s'.", text)
 	}
+
 	for _, route := range s.routes {
 		ok, err := regexp.MatchString("^("+f[1]+")$", root+route.Network)
 		if err != nil {
@@ -255,10 +263,12 @@ func (s *Server) listRoutes(r *http.Request) (any, *failure) {
 		if !ok {
 			continue
 		}
+
 		route.DestRange = spelled(route.DestRange)
 		if w := s.warning(route); w != "" {
 			route.Warnings = []Warning{{w}}
 		}
+
 		for _, url := range []*string{&route.Network, &route.Instance, &route.Gateway, &route.LocalNet} {
 			if *url != "" {
 				*url = root + *url
@@ -266,6 +276,7 @@ func (s *Server) listRoutes(r *http.Request) (any, *failure) {
 		}
 		matching = append(matching, route)
 	}
+
 	page, next, failure := s.cut(r, matching)
 	answer := map[string]any{"kind": "compute#routeList", "items": page}
 	if next != "" {
@@ -281,6 +292,7 @@ func (s *Server) insert(r *http.Request) (any, *failure) {
 	if err := decoder.Decode(&route); err != nil {
 		return nil, failed(http.StatusBadRequest, "badRequest", "%v", err)
 	}
+
 	for _, url := range []*string{&route.Network, &route.Instance} {
 		*url = strings.TrimPrefix(*url, root)
 	}
@@ -300,6 +312,7 @@ func (s *Server) insert(r *http.Request) (any, *failure) {
 	case slices.ContainsFunc(s.routes, func(have Route) bool { return have.Name == route.Name }) || s.changing(route.Name):
 		return nil, failed(http.StatusConflict, "alreadyExists", "The resource 'projects/%s/global/routes/%s' already exists", Project, route.Name)
 	}
+
 	network := path.Base(route.Network)
 	full := func() *failure {
 		if s.count(network) >= s.quota {
@@ -310,6 +323,7 @@ func (s *Server) insert(r *http.Request) (any, *failure) {
 	if f := full(); f != nil && !s.lateQuota {
 		return nil, f
 	}
+
 	route.Type = "STATIC"
 	return s.begin(route.Name, func() *failure {
 		if f := full(); f != nil {

@@ -155,6 +155,7 @@ func (s *Server) applyDue() {
 		if op.apply == nil || time.Now().Before(op.at) {
 			continue
 		}
+
 		before := s.forwarding()
 		op.failed = op.apply()
 		op.apply = nil
@@ -164,6 +165,7 @@ func (s *Server) applyDue() {
 				s.gaps++
 			}
 		}
+
 		for _, to := range after {
 			if len(to) > 1 {
 				s.shared++
@@ -188,6 +190,7 @@ func (s *Server) forwarding() map[place][]Instance {
 		if r.Instance == "" || !ok || len(r.Tags) > 0 || s.warning(r) != "" {
 			continue
 		}
+
 		key := place{path.Base(r.Network), netip.MustParsePrefix(r.DestRange)}
 		priority, found := best[key]
 		switch {
@@ -198,6 +201,7 @@ func (s *Server) forwarding() map[place][]Instance {
 			to[key] = append(to[key], i)
 		}
 	}
+
 	for _, some := range to {
 		slices.SortFunc(some, func(a, b Instance) int { return cmp.Compare(a.Name, b.Name) })
 	}

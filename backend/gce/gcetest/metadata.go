@@ -21,6 +21,7 @@ func (s *Server) Metadata(name string) http.Handler {
 			http.Error(w, "Missing Metadata-Flavor:Google header.", http.StatusForbidden)
 			return
 		}
+
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		i := s.instances[name]
@@ -35,6 +36,7 @@ func (s *Server) Metadata(name string) http.Handler {
 			values["instance/service-accounts/default/scopes"] = strings.Join(i.Scopes, "\n")
 			values["instance/service-accounts/default/token"] = fmt.Sprintf(`{"access_token":%q,"expires_in":3599,"token_type":"Bearer"}`, s.bearer(name))
 		}
+
 		value, ok := values[strings.TrimPrefix(r.URL.Path, "/computeMetadata/v1/")]
 		if !ok {
 			http.NotFound(w, r)
@@ -58,6 +60,7 @@ func (i Instance) interfaces() string {
 		project = Number
 		network = i.Network
 	}
+
 	n := map[string]any{"network": "projects/" + project + "/networks/" + network, "mac": "42:01:0a:80:00:02", "mtu": 1460}
 	var six []string
 	for _, a := range i.Addresses {
@@ -67,6 +70,7 @@ func (i Instance) interfaces() string {
 			six = append(six, a.String())
 		}
 	}
+
 	n["ipv6s"] = six
 	text, _ := json.Marshal([]any{n}) //nolint:errchkjson // strings and numbers
 	return string(text)

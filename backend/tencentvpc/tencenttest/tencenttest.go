@@ -65,6 +65,7 @@ func (s Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if name == "DescribeInstances" {
 		service = "cvm"
 	}
+
 	result, err := s.Answer(vpctest.Call{Name: name}, signed(r, service, body), func(v *vpctest.View) (any, error) {
 		if r.Header.Get("X-Tc-Version") != "2017-03-12" || r.Header.Get("X-Tc-Region") != vpctest.Region {
 			return nil, vpctest.ErrInvalid
@@ -138,11 +139,13 @@ func changeRoute(v *vpctest.View, name string, body []byte) error {
 	if strict(body, &c) != nil || len(c.Routes) != 1 {
 		return vpctest.ErrInvalid
 	}
+
 	r := c.Routes[0]
 	is := func(have vpctest.Route) bool { return have.Number == r.ID && (r.Item == "" || r.Item == item(have)) }
 	if name == "DeleteRoutes" {
 		return v.Delete(c.Table, is)
 	}
+
 	dst, err := netip.ParsePrefix(r.Dst)
 	if err != nil || !dst.Addr().Is4() || r.Kind != "NORMAL_CVM" {
 		return vpctest.ErrInvalid
@@ -189,6 +192,7 @@ func tables(v *vpctest.View, body []byte) (any, error) {
 	if strict(body, &params) != nil || !inVPC(params.Filters) {
 		return nil, vpctest.ErrInvalid
 	}
+
 	offset, err := strconv.Atoi(params.Offset)
 	limit, err2 := strconv.Atoi(params.Limit)
 	if err != nil || err2 != nil {
@@ -234,6 +238,7 @@ func instances(v *vpctest.View, body []byte) (any, error) {
 	if strict(body, &params) != nil || !inVPC(params.Filters) {
 		return nil, vpctest.ErrInvalid
 	}
+
 	all := []object{}
 	for _, i := range v.Instances() {
 		state := "RUNNING"
@@ -260,6 +265,7 @@ func Metadata(i vpctest.Instance) http.Handler {
 		"Code": "Success", "TmpSecretId": vpctest.KeyID, "TmpSecretKey": vpctest.Secret, "Token": vpctest.Token,
 		"ExpiredTime": time.Now().Add(6 * time.Hour).Unix(), "Expiration": time.Now().Add(6 * time.Hour).UTC().Format(time.RFC3339),
 	})
+
 	network := "network/interfaces/macs/" + mac + "/"
 	values := map[string]string{
 		"placement/region": vpctest.Region, "instance-id": i.ID, "mac": mac, "cam/security-credentials/": role, "cam/security-credentials/" + role: string(keys),

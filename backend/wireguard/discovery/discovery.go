@@ -150,6 +150,7 @@ func (d *Discovery) Hear(leases map[string]*subnet.Lease, changed []string, all 
 	if all {
 		changed = slices.Concat(slices.Collect(maps.Keys(leases)), slices.Collect(maps.Keys(d.others)))
 	}
+
 	for _, key := range changed {
 		var shared Endpoints
 		if l := leases[key]; l != nil {
@@ -158,6 +159,7 @@ func (d *Discovery) Hear(leases map[string]*subnet.Lease, changed []string, all 
 		if maps.Equal(d.others[key], shared) {
 			continue
 		}
+
 		d.news = true
 		d.index = nil
 		delete(d.others, key)
@@ -190,6 +192,7 @@ func (d *Discovery) Observe(now Instant, number int, have []wgtypes.Peer, want P
 		if p == nil {
 			p = &peer{}
 		}
+
 		peers[h.PublicKey] = p
 		age := p.handshake.age(v.read, now, h.LastHandshakeTime)
 		ages[h.PublicKey] = age
@@ -215,6 +218,7 @@ func (d *Discovery) Observe(now Instant, number int, have []wgtypes.Peer, want P
 			d.ask(now.Steady, w.Name.Host)
 		}
 	}
+
 	for key, p := range v.peers {
 		_, wanted := want[key]
 		// A new device has no peers, and at a start the leases may be unknown.
@@ -222,6 +226,7 @@ func (d *Discovery) Observe(now Instant, number int, have []wgtypes.Peer, want P
 			peers[key] = &peer{seen: p.seen}
 		}
 	}
+
 	v.read = now
 	v.peers = peers
 	return ages, try
@@ -239,6 +244,7 @@ func (d *Discovery) Plan(now time.Duration, read, wrote, complete bool) (look ti
 		if complete && d.config.Interval != 0 {
 			d.planShare(now)
 		}
+
 		needed = needed || len(d.others) > 0
 		for _, v := range d.devices {
 			for _, p := range v.peers {
@@ -283,6 +289,7 @@ func (d *Discovery) candidates(now time.Duration, device int, w Peer) []netip.Ad
 			all = append(all, netip.AddrPortFrom(a, w.Name.Port))
 		}
 	}
+
 	for _, shared := range d.counts().candidates(w.Key, families) {
 		if !slices.Contains(all, shared) {
 			all = append(all, shared)

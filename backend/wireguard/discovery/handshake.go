@@ -41,6 +41,7 @@ func newAge(last, now Instant, reported time.Time) time.Duration {
 	if last == (Instant{}) {
 		return age
 	}
+
 	since := now.Steady - last.Steady
 	step := now.Wall.Sub(last.Wall) - since
 	youngest := since

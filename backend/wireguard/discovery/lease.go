@@ -42,6 +42,7 @@ func (s Endpoints) Encode(f prefix.Family) (json.RawMessage, error) {
 	if len(texts) == 0 {
 		return nil, nil
 	}
+
 	raw, err := json.Marshal(texts) // sorted by key, so that equal endpoints have equal texts
 	if err != nil {
 		return nil, fmt.Errorf("encode endpoints of peers: %w", err)

@@ -50,6 +50,7 @@ func (d *Discovery) ask(now time.Duration, host string) []netip.Addr {
 	if now-n.next > mostLookup { // nothing has asked for a long time, so there was a session
 		n.pause = 0
 	}
+
 	n.asked = true
 	d.lookups[host] = n.addrs
 	return n.addrs
@@ -89,6 +90,7 @@ func Usable(addrs []netip.Addr) []netip.Addr {
 		}
 		by[family] = append(by[family], a)
 	}
+
 	for i := range by {
 		slices.SortFunc(by[i], netip.Addr.Compare)
 		by[i] = slices.Compact(by[i])

@@ -102,6 +102,7 @@ func (d *Discovery) wanted() Endpoints {
 		rank     int // 1 for an endpoint that is not shared yet
 		hosts    int // number of other hosts that share endpoint
 	}
+
 	byFamily := map[prefix.Family][]choice{}
 	for _, v := range d.devices {
 		for key, p := range v.peers {
@@ -109,10 +110,12 @@ func (d *Discovery) wanted() Endpoints {
 			if !s.endpoint.IsValid() {
 				continue
 			}
+
 			c := choice{Of: Of{key, prefix.FamilyOf(s.endpoint.Addr())}, endpoint: s.endpoint}
 			before, had := d.shared[c.Of]
 			stable := s.last == v.read.Steady && s.last-s.since >= d.config.Interval
 			c.hosts = d.counts()[c.Of][s.endpoint]
+
 			switch {
 			case had && (before == s.endpoint || !stable):
 				c.endpoint = before // the old endpoint stays until a new one is stable, so that one write is enough
@@ -157,6 +160,7 @@ func (d *Discovery) counts() index {
 	if d.index != nil {
 		return d.index
 	}
+
 	x := index{}
 	d.index = x
 	for _, shared := range d.others {

@@ -60,6 +60,7 @@ func (m *Metadata) read(ctx context.Context, path string) (string, error) {
 	if m.session != "" {
 		header.Set(m.Session, m.session)
 	}
+
 	status, text, err := m.send(ctx, http.MethodGet, "meta-data/"+path, header)
 	switch {
 	case err != nil:
@@ -82,6 +83,7 @@ func (m *Metadata) open(ctx context.Context) error {
 	if m.Session == "" || m.session != "" && time.Now().Before(m.ends) {
 		return nil
 	}
+
 	header := http.Header{}
 	header.Set(m.Session+"-ttl-seconds", fmt.Sprint(int(sessionTime.Seconds())))
 	status, text, err := m.send(ctx, http.MethodPut, "api/token", header)
@@ -139,6 +141,7 @@ func (m *Metadata) Find(ctx context.Context, wanted []netip.Addr, names ...strin
 	if err != nil {
 		return Interface{}, err
 	}
+
 	for line := range strings.FieldsSeq(list) {
 		i := Interface{MAC: strings.TrimSuffix(line, "/")}
 		i.Primary = strings.EqualFold(i.MAC, primary)
@@ -162,6 +165,7 @@ func (m *Metadata) Keys(ctx context.Context) (Keys, error) {
 	if m.keys.ID != "" && time.Now().Before(m.until) {
 		return m.keys, nil
 	}
+
 	role, err := m.Read(ctx, m.Roles)
 	if errors.Is(err, ErrUndefined) {
 		return Keys{}, errors.New("the instance has no role: attach one with the policy in " + m.Page)
@@ -200,6 +204,7 @@ func decodeKeys(text string) (Keys, time.Time, bool) {
 	if json.Unmarshal([]byte(text), &answer) != nil {
 		return Keys{}, time.Time{}, false
 	}
+
 	k := Keys{cmp.Or(answer.ID, answer.TmpID), cmp.Or(answer.Secret, answer.TmpSecret), cmp.Or(answer.Security, answer.Token)}
 	until, _ := time.Parse(time.RFC3339, answer.Expiration) // keys without a time end at once, so they are used once
 	return k, until, k.ID != "" && k.Secret != ""

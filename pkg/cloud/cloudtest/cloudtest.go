@@ -65,6 +65,7 @@ func RunExcept(t *testing.T, lacks map[string]string, open func(t *testing.T) Fi
 			t.Fatalf("the suite has no case %q to leave out", name)
 		}
 	}
+
 	for _, c := range cases() {
 		if reason, ok := lacks[c.name]; ok {
 			t.Logf("left out: %s: %s", c.name, reason)
@@ -171,12 +172,14 @@ func testPut(t *testing.T, f Fixture) {
 	if f.IPv4Only {
 		all = all[:1]
 	}
+
 	for _, dst := range all {
 		if r, ok := find(t, f, dst); ok {
 			t.Fatalf("%s exists before it was put", r)
 		}
 		put(t, f, dst, self, false)
 	}
+
 	for _, dst := range all {
 		for range 2 { // the second time there is no route to remove
 			if err := f.Cloud.Remove(t.Context(), route(f, dst, self)); err != nil {
@@ -322,6 +325,7 @@ func testDenied(t *testing.T, f Fixture) {
 	if r, ok := find(t, f, dst); ok {
 		t.Errorf("the check has put %s", r)
 	}
+
 	f.Deny()
 	err := f.Cloud.Check(t.Context())
 	missing, ok := errors.AsType[*cloud.MissingError](err)
@@ -373,6 +377,7 @@ func testLostAnswer(t *testing.T, f Fixture) {
 	if f.IPv4Only {
 		other = netip.MustParsePrefix("10.5.2.0/24")
 	}
+
 	// call makes a call whose answer is lost, and repeats it as the keeper does.
 	call := func(once func() error) {
 		t.Helper()
@@ -387,6 +392,7 @@ func testLostAnswer(t *testing.T, f Fixture) {
 			}
 		}
 	}
+
 	for _, step := range []struct {
 		dst    netip.Prefix
 		target string
@@ -399,6 +405,7 @@ func testLostAnswer(t *testing.T, f Fixture) {
 	if gaps := f.Gaps(); gaps > 0 {
 		t.Errorf("the table was %d times without the route", gaps)
 	}
+
 	call(func() error { return f.Cloud.Remove(t.Context(), route(f, dst, f.Peer)) })
 	if r, ok := find(t, f, dst); ok {
 		t.Errorf("%s exists after it was removed", r)

@@ -75,6 +75,7 @@ func (l *life) live(days, most int) {
 	for place := range FleetSize {
 		l.replace(place)
 	}
+
 	const step = 24 * time.Hour / FleetSize
 	for turn := range days * FleetSize {
 		for range 4 {
@@ -91,6 +92,7 @@ func (l *life) live(days, most int) {
 		}
 		l.replace(turn % FleetSize)
 	}
+
 	for _, h := range l.hosts {
 		h.stop()
 	}
@@ -110,11 +112,13 @@ func (l *life) replace(place int) {
 	if l.renamed {
 		h.number = 10 + l.started
 	}
+
 	l.started++
 	for used := true; used; _, used = l.leases[h.subnet] {
 		l.subnets = l.subnets%255 + 1
 		h.subnet = netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5, byte(l.subnets), 0}), 24)
 	}
+
 	address := netip.AddrFrom4([4]byte{192, 168, 78 + byte(h.number>>8), byte(h.number)})
 	own := cloud.Host{Subnets: []netip.Prefix{h.subnet}, Addresses: []netip.Addr{address}}
 	l.leases[h.subnet] = lived{Host: own}
@@ -125,12 +129,14 @@ func (l *life) replace(place int) {
 		Cloud: l.Start(l.T, place, h.number, address), Own: own, Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")},
 		Resync: l.Resync, Compared: func() {}, Connected: func() time.Time { return begun },
 	})
+
 	ctx, cancel := context.WithCancel(l.Context())
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
 		h.keeper.Run(ctx)
 	}()
+
 	h.stop = func() {
 		cancel()
 		<-done
@@ -145,6 +151,7 @@ func (l *life) tell() {
 			delete(l.leases, dst)
 		}
 	}
+
 	for _, h := range l.hosts {
 		if h == nil {
 			continue

@@ -31,6 +31,7 @@ func LoseAnswers(h http.Handler, changes func(r *http.Request, body string) bool
 			}
 			return
 		}
+
 		maps.Copy(w.Header(), answer.Header())
 		w.WriteHeader(answer.Code)
 		_, _ = w.Write(answer.Body.Bytes())

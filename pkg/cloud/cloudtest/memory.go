@@ -119,6 +119,7 @@ func (m *Memory) Put(_ context.Context, r cloud.Route, replace bool) error {
 	if m.Appears != nil {
 		m.Appears()
 	}
+
 	same := func(have cloud.Route) bool { return have.Dst == r.Dst && have.ByCall }
 	exists := slices.ContainsFunc(t.Routes, same)
 	foreign := slices.ContainsFunc(t.Routes, func(have cloud.Route) bool { return same(have) && have.Foreign != "" })
@@ -129,6 +130,7 @@ func (m *Memory) Put(_ context.Context, r cloud.Route, replace bool) error {
 		m.Refused++
 		return &cloud.QuotaError{Table: r.Table}
 	}
+
 	m.DeleteByHand(r.Table, r.Dst)
 	t.Routes = append(t.Routes, cloud.Route{Table: r.Table, Dst: r.Dst, Target: r.Target, ByCall: true})
 	m.Writes = append(m.Writes, "put "+r.String())
@@ -140,6 +142,7 @@ func (m *Memory) Remove(ctx context.Context, r cloud.Route) error {
 	if m.Slow > 0 && wait.For(ctx, m.Slow) != nil {
 		return cloud.ErrUnavailable
 	}
+
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if err := m.fail("remove"); err != nil {
@@ -149,6 +152,7 @@ func (m *Memory) Remove(ctx context.Context, r cloud.Route) error {
 	t.Routes = slices.DeleteFunc(t.Routes, func(have cloud.Route) bool {
 		return have.Dst == r.Dst && have.Target == r.Target && have.ByCall && have.Foreign == ""
 	})
+
 	m.Writes = append(m.Writes, "remove "+r.String())
 	if m.Removed != nil {
 		m.Removed(len(m.table(r.Table).Routes))

@@ -136,6 +136,7 @@ func (s *Store) flush() (wrote bool, err error) {
 	if s.file == nil {
 		return false, nil
 	}
+
 	intact := s.file.Intact()
 	s.mu.Lock()
 	now := s.now
@@ -148,6 +149,7 @@ func (s *Store) flush() (wrote bool, err error) {
 	if now.Fresh != nil {
 		now.Peers = now.Fresh()
 	}
+
 	now.Saved = time.Now()
 	if err := s.file.Save(now); err != nil {
 		s.mu.Lock()
@@ -194,6 +196,7 @@ func Open(ctx context.Context, o options.Options) (*Store, State, error) {
 	if err != nil {
 		log.Error(err, "going on without the last known state")
 	}
+
 	for i := range last.Peers.Peers { // the decoder allocates room for four endpoints, and most leases have fewer
 		l := &last.Peers.Peers[i].Lease
 		l.Endpoints = slices.Clone(l.Endpoints)

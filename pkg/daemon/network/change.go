@@ -45,17 +45,20 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 	if s.begin.Load().Recalled { // startup reads the configuration
 		return nil
 	}
+
 	var stored <-chan struct{} // set to published while changed data waits for it; nil never receives
 	var due <-chan time.Time   // receives when changed data is to be published; nil never receives
 	failed := false            // the last republish has failed; only the first failure is logged
 	if s.behind {
 		stored = published
 	}
+
 	var withdrawn <-chan struct{} // set to published in the stage Withdrawn; nil never receives
 	var step <-chan time.Time     // receives when that stage ends; nil never receives
 	if s.begin.Load().Config.Stage == subnet.Withdrawn {
 		withdrawn = published
 	}
+
 	for ctx.Err() == nil {
 		cfg, changed := r.config.next()
 		var again <-chan time.Time // nil never receives
@@ -78,6 +81,7 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 			}
 			again = time.After(pause)
 		}
+
 		select {
 		case <-ctx.Done():
 		case <-changed:
@@ -85,12 +89,14 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 		case <-withdrawn:
 			withdrawn = nil
 			step = time.After(withdrawal)
+
 		case <-step:
 			if next := r.prepareStep(ctx, changed, m, s, published); next != nil {
 				prepared <- next
 				return nil
 			}
 			step = time.After(wait.Vary(refusedPause, 0.5))
+
 		case <-s.reclaim:
 			next := r.prepareClaim(ctx, s)
 			if next == nil {
@@ -100,6 +106,7 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 				prepared <- next
 				return nil
 			}
+
 		case <-s.republish:
 			s.behind = true
 			// If due is set, its pause must pass first. Otherwise a store that does not answer would get a call
@@ -107,6 +114,7 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 			if due == nil {
 				stored = published // two goroutines must not write this host's lease
 			}
+
 		case <-stored:
 			stored, due = nil, time.After(s.turn())
 		case <-due:
@@ -181,6 +189,7 @@ func (r *runner) prepareUnless(ctx context.Context, changed <-chan struct{}, m S
 		case <-preparing.Done():
 		}
 	}()
+
 	c, err := r.prepareChange(preparing, m, s, cfg, published)
 	if err == nil {
 		return c, nil
@@ -230,6 +239,7 @@ func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg sub
 		c.claim, err = c.be.Claim(ctx, had)
 		return c, err
 	}
+
 	select {
 	case <-published: // two goroutines must not write this host's lease
 	case <-ctx.Done():
@@ -278,6 +288,7 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 		r.changed(ctx, c)
 		return s, nil
 	}
+
 	pause := s.turn()
 	r.progress.change()
 	s.leave(ctx)
@@ -333,6 +344,7 @@ func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *ch
 	now.Former, now.Rules = r.leftBehind(before, c.be), before.FormerNetworks(c.config)
 	now.Config = c.config
 	now.Interface = c.iface
+
 	switch {
 	case c.own != nil:
 		now.Take(*c.own)
@@ -354,6 +366,7 @@ func (r *runner) goBack(ctx context.Context, before lastknown.State, c *change) 
 	if c.own != nil { // the session must take the subnets of before again
 		before.Stored = c.own
 	}
+
 	err = retry(ctx, "cannot go back to the former network configuration, trying again", func() error {
 		be, _, err := r.catalog.New(r.env(before.Interface, before.Config))
 		if err != nil {

@@ -122,6 +122,7 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 	before := w.differs
 	news := false
 	w.missing = text == nil
+
 	switch {
 	case w.missing:
 		w.stored = nil
@@ -135,10 +136,12 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 		}
 		w.stored = &cfg
 	}
+
 	w.compare()
 	if news { // compare does not send if w.differs, which hides values, has the same text as before
 		w.changed.Send()
 	}
+
 	switch {
 	case w.missing && !wasMissing:
 		log.Error(nil, "the network configuration cannot be used any more: flanneld goes on with the one that it has, but could not start again", "reason", "there is no configuration any more")
@@ -149,6 +152,7 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 		if wasMissing || wasRefused != "" || len(before) > 0 {
 			log.Info("the network configuration is again the one in use")
 		}
+
 	case !news:
 	case w.follow:
 		log.Info("the network configuration has changed", "changes", oneline.List(w.differs, ", "))

@@ -49,6 +49,7 @@ func (r *runner) attend(ctx context.Context, m Store, s *session, changed <-chan
 		}
 		return ended(ctx, r.publish(ctx, m, s))
 	})
+
 	group.Go(func() error { return ended(ctx, r.awaitChange(ctx, m, s, published, prepared)) })
 	select {
 	case <-ctx.Done():
@@ -56,11 +57,13 @@ func (r *runner) attend(ctx context.Context, m Store, s *session, changed <-chan
 		to = &i
 	case next = <-prepared:
 	}
+
 	cancel()
 	err = group.Wait()
 	if to == nil {
 		return nil, next, err
 	}
+
 	select {
 	case c := <-prepared: // it was prepared for the former interface
 		r.abandon(c, s)
@@ -121,6 +124,7 @@ func (r *runner) serveOn(ctx context.Context, to underlay.Interface, peers subne
 			return nil, fmt.Errorf("the last known state cannot be used: %w", err)
 		}
 	}
+
 	be, _, err := r.catalog.New(r.env(to, now.Config))
 	if err != nil {
 		return nil, err

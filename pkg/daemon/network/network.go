@@ -89,6 +89,7 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 			opened.close()
 		}
 	}()
+
 	kernel, err := linux.Open(linux.Options{NexthopObjects: opts.NexthopObjects == options.NexthopsAuto, Buffers: &c.Host.Buffers})
 	if err != nil {
 		return nil, err
@@ -109,6 +110,7 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 	if catalog.Close != nil {
 		opened.add(catalog.Close) // Close calls it before devices.ReleaseAll, after which another daemon may take the devices
 	}
+
 	counters := metrics.New(c.Name, opts.Probe)
 	ready := newReadiness(opts, state.LeaseEnd, c.Announce)
 	store, config, err := storeOpener{opts, catalog.Registry, past, state, ready, counters}.open(ctx, c.OpenStore)
@@ -121,6 +123,7 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 		store: store, config: config, ready: ready, metrics: counters, rules: newRuleKeeper(c.Host.Firewall, opts, state, ready, counters),
 		others: c.Others, claims: c.Claims, progress: c.Progress,
 	}}
+
 	reports := reporter{
 		host: r.host, name: r.name, opts: r.opts, state: state, config: config, ready: ready, rules: r.rules, progress: r.progress,
 		serving: r.serving.Load, candidates: r.candidates,
@@ -168,6 +171,7 @@ func (n *Network) startAndServe(ctx context.Context) error {
 		return ended(ctx, err)
 	}
 	defer n.stopServing()
+
 	for {
 		last, next, err := n.serveUntilChange(ctx, s)
 		if next == nil || err != nil {
@@ -217,12 +221,14 @@ func (n *Network) serveUntilChange(ctx context.Context, s *session) (last *sessi
 	group.Go(func() error {
 		return n.watchInterface(attending, n.underlayOptions(now.Config, now), now.Interface, changed)
 	})
+
 	group.Go(func() (err error) {
 		if last, next, err = n.work(ctx, attending, n.store, s, changed); next != nil {
 			return errChange
 		}
 		return err
 	})
+
 	group.Go(func() error { return ended(attending, n.store.Keep(attending, now.Own)) })
 	if s, ok := n.store.(subnet.Observer); ok && n.name != "" {
 		group.Go(func() error {
@@ -230,6 +236,7 @@ func (n *Network) serveUntilChange(ctx context.Context, s *session) (last *sessi
 			return nil
 		})
 	}
+
 	n.followConfig(attending, group)
 	if err = group.Wait(); errors.Is(err, errChange) {
 		return last, next, nil

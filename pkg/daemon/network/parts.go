@@ -131,6 +131,7 @@ func (p *parts) newBackend(env backend.Env) (be backend.Backend, warnings []stri
 	if err := backend.CheckPublicEndpoint(be, env.Config.BackendType, env.PublicEndpoint); err != nil {
 		return nil, nil, fmt.Errorf("--public-endpoint %s cannot be used: %w", env.PublicEndpoint, err)
 	}
+
 	for _, flag := range [][2]string{{"--location", p.opts.Location}, {"--location-label", p.opts.LocationLabel}} {
 		if err := backend.CheckLocations(be, env.Config.BackendType); flag[1] != "" && err != nil {
 			return nil, nil, fmt.Errorf("%s %s cannot be used: %w", flag[0], flag[1], err)

@@ -43,6 +43,7 @@ func reachable(ctx context.Context, syncer *backend.Syncer) (peers []paths.Peer,
 	if err != nil {
 		return nil, false
 	}
+
 	for _, p := range in.Peers {
 		if p.Refused != "" {
 			continue

@@ -34,6 +34,7 @@ func (p *parts) publish(ctx context.Context, m subnet.Manager, s *session) error
 			return ctx.Err()
 		}
 	}
+
 	var published subnet.Lease
 	err := retry(ctx, "cannot publish this host's lease as it is now", func() (err error) {
 		published, err = m.Acquire(ctx, cfg, own.Claim())

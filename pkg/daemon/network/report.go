@@ -47,6 +47,7 @@ func (o reporter) inspect(ctx context.Context, objects bool) (now lastknown.Stat
 	if s == nil {
 		return lastknown.State{}, backend.Inspection{}, true
 	}
+
 	now = *s.begin.Load()
 	last, _ := o.state.Get()
 	now.Own = last.Own // renewed in the meantime
@@ -87,6 +88,7 @@ func (o reporter) countPeers(l *metrics.Values, now lastknown.State, in backend.
 	if use := o.poolUse(now, in); use != nil {
 		l.Pool = map[string]uint64{"free": use.Free, "leased": use.Leased, "reserved": use.Reserved}
 	}
+
 	l.Carried = carried(now, in)
 	if o := in.Overflow; o != nil {
 		l.CloudPeers = map[string]int{"cloud": o.ByCloud, "tunnel": o.ByTunnel}
@@ -94,6 +96,7 @@ func (o reporter) countPeers(l *metrics.Values, now lastknown.State, in backend.
 	if o := in.Location; o != nil {
 		l.LocationPeers = map[string]int{o.Inside: o.ByInside, o.Between: o.ByBetween}
 	}
+
 	for _, p := range in.Peers {
 		l.NarrowPaths += len(p.PathMTUs)
 		switch {
@@ -136,6 +139,7 @@ func (o reporter) poolUse(now lastknown.State, in backend.Inspection) *subnet.Us
 			leases = append(leases, p.Lease)
 		}
 	}
+
 	least := pools[0].Usage(leases)
 	for _, p := range pools[1:] {
 		if u := p.Usage(leases); u.Free < least.Free {
@@ -155,6 +159,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	if now.Config.Migrates() {
 		r.Network.NextBackendType = now.Config.NextType
 	}
+
 	r.Interface.Name = now.Interface.Name
 	r.Interface.Index = now.Interface.Index
 	r.Interface.MTU = now.Interface.MTU
@@ -172,6 +177,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 		}
 		r.Network.Pool = (*status.Pool)(o.poolUse(now, in))
 	}
+
 	for _, a := range now.Interface.Addrs {
 		r.Interface.Addresses = append(r.Interface.Addresses, status.Address{Local: a.Local, Public: a.Public})
 	}
@@ -192,6 +198,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 		r.Network.Cloud = statusCloud(*in.Cloud)
 		r.Network.Cloud.Overflow = (*status.Overflow)(in.Overflow)
 	}
+
 	r.Network.Location = (*status.Location)(in.Location)
 	for _, shared := range in.Shared {
 		r.SharedPublicIPs = append(r.SharedPublicIPs, status.SharedPublicIP{PublicIP: shared.PublicIP, Leases: shared.Keys})
@@ -200,6 +207,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 		r.Events = []status.Event{}
 		return r, nil
 	}
+
 	for _, c := range o.candidates(ctx) {
 		r.Interface.Candidates = append(r.Interface.Candidates, status.Candidate(c))
 	}
@@ -260,12 +268,14 @@ func statusPeer(p backend.PeerReport) status.Peer {
 		Lease: statusLease(p.Lease), State: status.InPlace, Error: p.Refused, Changed: p.Changed,
 		Backend: p.Choice.Backend, Waiting: p.Choice.Waiting, PathMTU: p.PathMTUs,
 	}
+
 	for _, h := range p.Objects {
 		peer.Objects = append(peer.Objects, status.Object{Text: h.Object, Present: h.Present})
 		if !h.Present {
 			peer.State = status.Missing
 		}
 	}
+
 	switch {
 	case p.Refused != "":
 		peer.State = status.Refused

@@ -56,6 +56,7 @@ func (r *runner) resume(ctx context.Context) *resumption {
 		klog.FromContext(ctx).Info("going on from the last known state until the store answers", "lease", last.Own.Key)
 		r.carryOn(ctx, s, choice)
 	})
+
 	<-tried
 	return &resumption{
 		endTries: func() {

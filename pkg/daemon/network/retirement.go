@@ -65,11 +65,13 @@ func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, ru
 		former = append(former, p.owned(f))
 		migrated = migrated || f.Config.Migrates()
 	}
+
 	for _, l := range ownership.Of(present).Beyond(ownership.Objects{Leftovers: p.catalog.Leftovers}) {
 		if there, err := l.Present(); there || err != nil {
 			former = append(former, ownership.Objects{Leftovers: []backend.Leftover{l}})
 		}
 	}
+
 	start := make(chan struct{})
 	return &retirement{
 		remover: p.remover(ownership.Of(present)),
@@ -97,6 +99,7 @@ func (r *retirement) run(ctx context.Context) {
 	if len(r.former) == 0 {
 		return
 	}
+
 	select {
 	case <-ctx.Done():
 		return
@@ -105,6 +108,7 @@ func (r *retirement) run(ctx context.Context) {
 	if r.migrated && wait.For(ctx, lingering) != nil {
 		return
 	}
+
 	err := retry(ctx, "cannot remove the objects of the former configuration, trying again", func() error {
 		// Use a separate Kernel, because the main one caches what it reads. Nexthop
 		// objects are left to the main one, which may be about to use them: it deletes
@@ -138,6 +142,7 @@ func (p *parts) retireAll(ctx context.Context, keep bool) error {
 	if now, ok := p.state.Get(); ok {
 		last = now
 	}
+
 	kernel, err := linux.Open(linux.Options{NexthopObjects: true})
 	if err != nil {
 		return err
@@ -147,6 +152,7 @@ func (p *parts) retireAll(ctx context.Context, keep bool) error {
 	if err := r.Remove(ctx, kernel, ownership.Objects{Leftovers: p.catalog.Leftovers}); err != nil {
 		return err
 	}
+
 	for _, f := range append(slices.Clone(last.Former), lastknown.Former{Config: last.Config, Interface: last.Interface}) {
 		former := p.owned(f)
 		if err := r.Remove(ctx, kernel, former); err != nil {

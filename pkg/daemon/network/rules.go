@@ -59,6 +59,7 @@ func (p *parts) keepRules(ctx context.Context, s *session, tried func()) {
 			prefixes, others = p.others()
 			policy.NonMasquerade = slices.Concat(policy.NonMasquerade, prefixes)
 		}
+
 		unchanged, stop := context.WithCancel(ctx)
 		go func() {
 			defer stop()
@@ -81,6 +82,7 @@ func (p *parts) guardFirst(ctx context.Context, last *session, be backend.Backen
 	for _, n := range p.rulePolicy(last.be, *last.begin.Load()).Networks {
 		guarded = append(guarded, n.Tunnels...)
 	}
+
 	choice := firewallChoice(p.opts.Firewall, now)
 	policy := p.rulePolicy(be, now)
 	opened := slices.ContainsFunc(policy.Networks, func(n firewall.Network) bool {
@@ -106,6 +108,7 @@ func (p *parts) rulePolicy(be backend.Backend, now lastknown.State) firewall.Pol
 		Forward: p.opts.IPTablesForwardRules, Guard: p.opts.GuardTunnel, Former: now.Rules,
 		Several: p.name != "",
 	}
+
 	backends := []backend.Backend{be}
 	for _, f := range now.Former {
 		// A configuration that this version does not know has left no tunnel of this version.
@@ -113,6 +116,7 @@ func (p *parts) rulePolicy(be backend.Backend, now lastknown.State) firewall.Pol
 			backends = append(backends, former)
 		}
 	}
+
 	for _, one := range now.Config.Networks {
 		if e, ok := now.Own.Endpoint(one.Family()); ok {
 			policy.Networks = append(policy.Networks, firewall.Network{

@@ -51,20 +51,24 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, pause time.Durat
 	if n, ok := running.(backend.Reclaimer); ok {
 		reclaim = n.Reclaim()
 	}
+
 	publisher, ok := running.(backend.Publisher)
 	if ok {
 		republish = publisher.Republish()
 	}
+
 	var prober *paths.Prober
 	if r.opts.Probe {
 		prober = r.newProber(now, be, running, syncer)
 	}
+
 	ctx, cancel := context.WithCancel(ctx)
 	s := &session{
 		mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, compared: compared, pause: pause,
 		reclaim: reclaim, publisher: publisher, republish: republish,
 		rules: rules, prober: prober, cancel: cancel, done: make(chan struct{}),
 	}
+
 	s.begin.Store(&now)
 	r.serving.Store(s) // reports read s from now on
 	r.progress.session(now.Recalled, len(past.former) > 0)
@@ -77,10 +81,12 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, pause time.Durat
 		case <-ctx.Done():
 		}
 	})
+
 	wg.Go(func() { past.run(ctx) })
 	if prober != nil {
 		wg.Go(func() { prober.Run(ctx) })
 	}
+
 	go func() {
 		_ = syncer.Run(ctx)
 		wg.Wait()
@@ -99,6 +105,7 @@ func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change fu
 	before, known := r.state.Get()
 	now = before
 	change(&now)
+
 	// Without a session this host may have left the subnet in the state, which may then belong to another host.
 	replaces := known && r.serving.Load() != nil && len(subnet.Changes(before.Config, now.Config)) > 0
 	claimed := r.claimed(now, be)
@@ -153,6 +160,7 @@ func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running bac
 			if p.Complete && p.Err == nil {
 				past.due(p)
 			}
+
 			switch {
 			case p.News:
 				r.state.Update(func(now *lastknown.State) { now.Peers, now.Fresh = subnet.LedgerState{}, syncer.Peers })
@@ -176,6 +184,7 @@ func (r *runner) underlayOptions(cfg subnet.Config, last lastknown.State) underl
 	if now, ok := r.state.Get(); ok {
 		last = now
 	}
+
 	o := underlay.Options{
 		Ifaces: r.opts.Iface, IfaceRegexes: r.opts.IfaceRegex, CanReach: r.opts.IfaceCanReach,
 		PublicIP: r.opts.PublicIP, PublicIPv6: r.opts.PublicIPv6,
@@ -184,6 +193,7 @@ func (r *runner) underlayOptions(cfg subnet.Config, last lastknown.State) underl
 	if s, ok := r.store.(subnet.AddressSource); ok {
 		o.NodeIPs = s.NodeIPs
 	}
+
 	for _, one := range cfg.Networks {
 		o.Families = append(o.Families, one.Family())
 		// A subnet of a former network is left out, because hosts may use its addresses themselves.
@@ -191,6 +201,7 @@ func (r *runner) underlayOptions(cfg subnet.Config, last lastknown.State) underl
 			o.Pods = append(o.Pods, e.Subnet)
 		}
 	}
+
 	for _, a := range public {
 		if a.Is4() {
 			o.PublicIP = a
@@ -225,6 +236,7 @@ func (r *runner) peerAddrs() (all []netip.Addr) {
 			peers = append(peers, &r.past.Peers.Peers[i].Lease)
 		}
 	}
+
 	for _, l := range peers {
 		for _, e := range l.Endpoints {
 			all = append(all, e.PublicIP)

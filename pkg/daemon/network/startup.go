@@ -73,6 +73,7 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 	if now, ok := s.state.Get(); ok {
 		last = now
 	}
+
 	cfg = last.Withdrawn(last.Config.Toward(stored))
 	be, now, err := s.prepareWith(ctx, attempt{config: cfg, stored: &stored})
 
@@ -141,10 +142,12 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 	if !s.proven() && lastknown.OtherHost(last.Interface, iface) {
 		last.Peers = subnet.LedgerState{}
 	}
+
 	s.progress.waitFor(PhaseNoLease)
 	if s.runner.differs(cfg) { // so that Renewed keeps the data in Own, that of the last known state, although acquire may publish other data
 		s.state.Update(func(now *lastknown.State) { now.Stored = cmp.Or(now.Stored, new(now.Own)) })
 	}
+
 	prev, err := s.recall(ctx, be, env, last)
 	if err != nil {
 		return nil, last, err
@@ -156,6 +159,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, 
 	if len(last.Own.Endpoints) == 0 {
 		last.Former = append(last.Former, published(prev, cfg, iface)...)
 	}
+
 	last.Former, last.Rules = s.leftBehind(last, be), last.FormerNetworks(cfg)
 	last.Take(own)
 	last.Config = cfg
@@ -183,6 +187,7 @@ func (s *startup) awaitInterface(ctx context.Context, cfg subnet.Config, last la
 		}
 		options.Pods = previousSubnets(ctx, s.opts.SubnetFile)
 	}
+
 	limit := s.opts.IfaceWait
 	for {
 		iface, err := underlay.Wait(ctx, options, limit)
@@ -300,6 +305,7 @@ func (s *startup) recognize(ctx context.Context, be backend.Backend, env backend
 		store.Resumed(*cmp.Or(last.Stored, &last.Own))
 		return nil
 	}
+
 	devices, err := env.Links(ctx, be.Scope().Devices...)
 	if err == nil && len(devices) > 0 {
 		store.Resumed(subnet.Lease{})
@@ -390,10 +396,12 @@ func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
 	if now == nil {
 		return nil
 	}
+
 	why := s.outsideOf(cfg)
 	if why == nil {
 		why = fmt.Errorf("%v is not this host's any more", now.own().Subnets())
 	}
+
 	s.resumed.stop()
 	s.runner.serving.Store(nil)
 	s.progress.left()

@@ -47,12 +47,14 @@ func (o storeOpener) open(ctx context.Context, one func(etcd.Config) (Store, err
 		}
 		return m, newConfigWatch(o.follows(), o.validate, m.Warn), nil
 	}
+
 	config := newConfigWatch(o.follows(), o.validate, nil)
 	c := o.etcdConfig(ctx)
 	if one != nil {
 		store, err := one(c)
 		return store, config, err
 	}
+
 	c.OnConfig = func(text []byte) { config.apply(ctx, text) }
 	m, err := etcd.New(c)
 	if err != nil {
@@ -91,6 +93,7 @@ func (o storeOpener) etcdConfig(ctx context.Context) etcd.Config {
 		}
 		return last.Subnets
 	}
+
 	c.Own = *cmp.Or(o.past.Stored, &o.past.Own)
 	c.Known = o.past.Peers
 	c.OnRepaired = o.metrics.Differed

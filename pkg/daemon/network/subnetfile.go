@@ -47,6 +47,7 @@ func (k *fileKeeper) step(ctx context.Context) error {
 		k.report(nil)
 		return nextCheck(time.Now())
 	}
+
 	err := subnetfile.Write(k.path, k.file)
 	switch {
 	case err == nil:
@@ -54,6 +55,7 @@ func (k *fileKeeper) step(ctx context.Context) error {
 	case !k.failing:
 		log.Error(err, "no subnet file, trying again")
 	}
+
 	k.failing = err != nil
 	k.report(err)
 	if err != nil {
@@ -86,6 +88,7 @@ func previousSubnets(ctx context.Context, path string) []netip.Prefix {
 	if err != nil {
 		log.Error(err, "cannot read the previous subnet")
 	}
+
 	for _, w := range previous.Warnings {
 		log.Error(nil, "damaged subnet file", "path", path, "line", w)
 	}

@@ -37,6 +37,7 @@ func (l *Locks) Take(name string) error {
 	if _, taken := l.taken[name]; taken {
 		return nil
 	}
+
 	lock, err := state.Lock(l.dir, "device-"+name)
 	if errors.Is(err, ErrInUse) {
 		return fmt.Errorf("another flanneld has device %s: %w", name, err)

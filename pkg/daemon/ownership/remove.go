@@ -31,10 +31,12 @@ func (r Remover) Remove(ctx context.Context, kernel dataplane.Kernel, former Obj
 			return err
 		}
 	}
+
 	scope := former.Scope
 	scope.Devices = slices.DeleteFunc(slices.Clone(scope.Devices), func(name string) bool {
 		return errors.Is(r.Devices.Take(name), ErrInUse)
 	})
+
 	removed, err := dataplane.Retire(ctx, kernel, scope, r.Present.Scope)
 	if err != nil {
 		return err

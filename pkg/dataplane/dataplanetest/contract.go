@@ -113,6 +113,7 @@ func muted(f *fixture) {
 	if events, rerouted, lost := m.Drain(); len(events) > 0 || !rerouted || !lost {
 		f.Errorf("muted: events %v, rerouted %t, lost %t; want no events, true, true", events, rerouted, lost)
 	}
+
 	f.must(f.Append(Peer(3, 0)...))
 	events, _, lost := m.Drain()
 	// The kernel announces an IPv6 address again when its duplicate address detection ends.
@@ -123,6 +124,7 @@ func muted(f *fixture) {
 	if lost {
 		f.Error("after a drain: lost is true, want false")
 	}
+
 	announced := dataplane.NewState()
 	for _, e := range events {
 		if e.Deleted || e.Object == nil {
@@ -165,6 +167,7 @@ func onlyConnected(f *fixture) {
 			routes = append(routes, r)
 		}
 	}
+
 	slices.SortFunc(routes, func(a, b dataplane.Route) int { return a.Priority - b.Priority })
 	want := []dataplane.Route{
 		{RouteKey: dataplane.RouteKey{Dst: subnet4(3), Type: dataplane.Unicast}, Dev: "cni0", Protocol: protoKernel},
@@ -190,6 +193,7 @@ func readOnce(f *fixture) {
 				report.Repaired, report.Puts, f.spy.brief, f.spy.reads, brief, reads)
 		}
 	}
+
 	reconcile(Base(), false, 1, 0)
 	reconcile(Base(), false, 1, 0)
 	reconcile(Peers(1), true, 2, 1)
@@ -208,21 +212,25 @@ func refusedAgain(f *fixture) {
 		dataplane.NewRoute(subnet4(9), netip.MustParseAddr("192.168.77.255"), "eth0", false),
 		dataplane.NewRoute(subnet6(9), netip.MustParseAddr("fd00:77::1"), "eth0", false),
 	}
+
 	for i, added := range [][]dataplane.Object{append(bad, Peer(5, 0)...), nil, Peer(6, 0), nil} {
 		var removed []dataplane.Object
 		if i == 2 {
 			removed = Peer(2, 0)
 		}
+
 		report, err := f.reconciler.Update(f.Context(), removed, added, true)
 		f.must(err)
 		refused := map[dataplane.Object]bool{}
 		for _, r := range report.Refused {
 			refused[r.Route] = true
 		}
+
 		other := slices.ContainsFunc(bad, func(o dataplane.Object) bool { return !refused[o] })
 		if other || len(report.Refused) != len(bad) || report.Repaired != 0 {
 			f.Errorf("step %d: refused %v with %d repairs, want %v and no repair", i, report.Refused, report.Repaired, bad)
 		}
+
 		for _, o := range bad {
 			if f.reconciler.Has(o) {
 				f.Errorf("step %d: Has(%s) is true, want false", i, o)
@@ -232,6 +240,7 @@ func refusedAgain(f *fixture) {
 	if f.spy.reads != 0 {
 		f.Errorf("%d reads, want none", f.spy.reads)
 	}
+
 	want := Peers(2)
 	want.Remove(Peer(2, 0)...)
 	f.expect(state(want, slices.Concat(Peer(4, 0), Peer(5, 0), Peer(6, 0))...))
@@ -260,16 +269,19 @@ func disturbedBulk(f *fixture) {
 		f.must(err)
 		return r
 	}
+
 	disturbed := 0
 	f.spy.Kernel = applyHook{f.World, func() {
 		disturbed++
 		f.must(f.Remove(Peer(2, 0)...))
 	}}
+
 	report(f.reconciler.Reconcile(f.Context(), Peers(300), true))
 	f.expect(Peers(300))
 	if disturbed != 1 {
 		f.Fatalf("%d large batches of writes, want one", disturbed)
 	}
+
 	for quiet := false; !quiet; { // drain what remains of the announcements of the bulk
 		select {
 		case <-f.reconciler.Changed():
@@ -278,6 +290,7 @@ func disturbedBulk(f *fixture) {
 			quiet = true
 		}
 	}
+
 	f.spy.reads = 0
 	f.must(f.Remove(Peer(3, 0)...))
 	select {
@@ -300,6 +313,7 @@ func repeated(f *fixture) {
 	for _, d := range []string{dev4, dev6} {
 		deletes = append(deletes, dataplane.Op{Delete: true, Object: want.Links[d]})
 	}
+
 	f.apply(deletes...)
 	f.expect(dataplane.NewState())
 	f.apply(deletes...)
@@ -319,6 +333,7 @@ func oneFailure(f *fixture) {
 		}
 		ops = append(ops, dataplane.Op{Object: o})
 	}
+
 	failed := f.Apply(f.Context(), ops)
 	if len(failed) != 1 || failed[0].Op != (dataplane.Op{Object: bad}) || !errors.Is(failed[0], syscall.ENETUNREACH) {
 		f.Errorf("failures %v, want only %s: network unreachable", failed, bad)
@@ -342,6 +357,7 @@ func absentDevices(f *fixture) {
 			f.Errorf("%s: failures %v, want only the put: no such device", o, failed)
 		}
 	}
+
 	link := Base().Links[dev4]
 	link.VXLAN.Underlay = "eth9"
 	if failed := f.Apply(f.Context(), []dataplane.Op{{Object: link}}); len(failed) != 1 || !errors.Is(failed[0], syscall.ENODEV) {
@@ -374,6 +390,7 @@ func onLink(f *fixture) {
 			Gateway: netip.MustParseAddr("fd00:77::9"), Dev: "eth0", Protocol: protoStatic},
 		dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix("198.18.0.0/24"), Type: dataplane.Unicast}, Dev: "eth0", Protocol: protoStatic},
 	))
+
 	for n, typ := range []dataplane.RouteType{dataplane.Unreachable, 6, 8} { // blackhole, prohibit
 		r := dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix(fmt.Sprintf("100.64.%d.0/24", n)), Type: typ}, Protocol: protoStatic}
 		f.must(f.Append(r))
@@ -381,6 +398,7 @@ func onLink(f *fixture) {
 		r.Priority = 1024
 		f.must(f.Append(r))
 	}
+
 	for dst, want := range map[string]string{
 		"192.168.77.2": "eth0", "fd00:77::2": "eth0", // directly connected
 		"203.0.113.1": "", "2001:db8::1": "", // through a gateway
@@ -416,6 +434,7 @@ func defaultIsNoNetwork(f *fixture) {
 		f.expectOnLink("192.0.2.1", "")
 		f.expectOnLink("2001:db8::1", "")
 	}
+
 	f.expectOnLink("192.168.77.2", "eth0")
 	f.expectOnLink("fd00:77::2", "eth0")
 	for _, dst := range []string{"192.0.0.0/8", "2000::/8"} {

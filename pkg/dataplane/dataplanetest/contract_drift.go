@@ -21,6 +21,7 @@ func driftCases() []contractCase {
 			f.expect(want)
 		}})
 	}
+
 	add("FDB entries with their own port", func(f *fixture) {
 		for _, e := range peer[dataplane.FDB](3, 0) {
 			e.Override = true
@@ -30,12 +31,14 @@ func driftCases() []contractCase {
 			}
 		}
 	})
+
 	add("FDB entries with another destination", func(f *fixture) {
 		for i, e := range peer[dataplane.FDB](3, 0) {
 			e.Dst = peer[dataplane.FDB](3, 1)[i].Dst
 			f.must(f.Append(e))
 		}
 	})
+
 	add("neighbours that are not permanent", func(f *fixture) {
 		for _, n := range peer[dataplane.Neigh](3, 0) {
 			f.must(f.Learn(n))
@@ -44,12 +47,14 @@ func driftCases() []contractCase {
 			}
 		}
 	})
+
 	add("neighbours with another MAC", func(f *fixture) {
 		f.must(f.Append(objects(peer[dataplane.Neigh](3, 1))...))
 	})
 	add("deleted neighbours, FDB entries and routes", func(f *fixture) {
 		f.must(f.Remove(Peer(3, 0)...))
 	})
+
 	add("addresses with another length", func(f *fixture) {
 		for a := range Base().Addrs {
 			f.must(f.Remove(a))
@@ -58,6 +63,7 @@ func driftCases() []contractCase {
 			}
 		}
 	})
+
 	for name, duplicate := range duplicates() {
 		add("routes with a duplicate: "+name, func(f *fixture) {
 			for _, r := range directRoutes(3, 9) {
@@ -66,6 +72,7 @@ func driftCases() []contractCase {
 				}
 			}
 		})
+
 		add("routes replaced by: "+name, func(f *fixture) {
 			f.must(f.Remove(objects(peer[dataplane.Route](3, 0))...))
 			for _, r := range directRoutes(3, 9) {
@@ -75,6 +82,7 @@ func driftCases() []contractCase {
 			}
 		})
 	}
+
 	add("routes with three duplicates", func(f *fixture) {
 		for n := range 3 {
 			for _, r := range directRoutes(3, 10+n) {
@@ -83,6 +91,7 @@ func driftCases() []contractCase {
 			}
 		}
 	})
+
 	add("the wanted route is the last of its duplicates", func(f *fixture) {
 		f.must(f.Remove(objects(peer[dataplane.Route](3, 0))...))
 		f.must(f.Append(objects(directRoutes(3, 9))...))
@@ -90,6 +99,7 @@ func driftCases() []contractCase {
 		// Not for IPv6: the kernel refuses a route if other routes lead to its gateway.
 		f.must(f.Append(peer[dataplane.Route](3, 0)[0]))
 	})
+
 	add("an IPv6 route replaced by two of other programs with its metric, one of another type", func(f *fixture) {
 		// The put replaces one of the two routes. The kernel chooses which one.
 		other := directRoutes(3, 9)[1]
@@ -98,6 +108,7 @@ func driftCases() []contractCase {
 		f.must(f.Remove(peer[dataplane.Route](3, 0)[1]))
 		f.must(f.Append(unreachableLike(other), other))
 	})
+
 	add("two IPv4 duplicates through one device, one of them without a gateway", func(f *fixture) {
 		// A delete request without a gateway matches IPv4 routes with any gateway. So
 		// deleting the second route deletes the first.
@@ -107,6 +118,7 @@ func driftCases() []contractCase {
 		r.Gateway = netip.Addr{}
 		f.must(f.Append(r))
 	})
+
 	add("an IPv6 multipath route replaced, with another route between its next hops", func(f *fixture) {
 		// A dump of the kernel leaves out the route between the next hops.
 		first := directRoutes(3, 9)[1]
@@ -119,6 +131,7 @@ func driftCases() []contractCase {
 			f.Errorf("the routes are %v, want only the multipath route", have)
 		}
 	})
+
 	add("an IPv6 route with two duplicates, one through a nexthop object, one unreachable", func(f *fixture) {
 		// A route through a nexthop object matches a delete request with any next hop. So
 		// deleting the unreachable route deletes the other route.

@@ -20,6 +20,7 @@ func linkCases() []contractCase {
 		{"a link goes down", linkDown},
 		{"a link is deleted", linkGone},
 	}
+
 	for name, change := range incompatible() {
 		cases = append(cases, contractCase{"replaced for its " + name, func(f *fixture) { replaceDevice(f, change) }})
 	}
@@ -55,6 +56,7 @@ func changeMAC(f *fixture) {
 		l.MAC[5]++
 		want.Add(l)
 	}
+
 	f.spy.Take()
 	f.reconcile(want, true)
 	f.expect(want)
@@ -78,6 +80,7 @@ func adoptDevices(f *fixture) {
 		}
 		f.must(f.Append(o))
 	}
+
 	f.reconcile(want, false)
 	f.reconcile(want, true)
 	if ops := f.spy.Take(); len(ops) > 0 {
@@ -118,6 +121,7 @@ func checksumOffload(f *fixture) {
 			}
 		}
 	}
+
 	put := func(o dataplane.Offload) {
 		want := Base()
 		for _, dev := range Scope().Devices {
@@ -127,6 +131,7 @@ func checksumOffload(f *fixture) {
 		}
 		f.expect(linksOf(want))
 	}
+
 	put(dataplane.OffloadAuto)
 	offload(dataplane.OffloadOn) // the default of a vxlan device
 	put(dataplane.OffloadOff)
@@ -164,6 +169,7 @@ func linkDown(f *fixture) {
 	for _, dev := range Scope().Devices {
 		f.must(f.SetUp(dev, false))
 	}
+
 	have := f.read()
 	for r := range have.AllRoutes() {
 		f.Errorf("%s survived its link", r)
@@ -224,14 +230,17 @@ func replaceDevice(f *fixture, change func(*dataplane.Link)) {
 		if diff := diffLinks(l, f.read().Links[dev]); diff != "" {
 			f.Errorf("after a failed put (-want +have):\n%s", diff)
 		}
+
 		f.reconcile(state(dataplane.NewState(), want.Links[dev]), false)
 		if diff := diffLinks(want.Links[dev], f.read().Links[dev]); diff != "" {
 			f.Errorf("after a pass (-want +have):\n%s", diff)
 		}
+
 		// The loop replaces a changed device by the wanted one. The part after the loop
 		// replaces the wanted device by a changed one, with peers on it.
 		f.must(f.Remove(l))
 	}
+
 	f.reconcile(want, true)
 	for _, dev := range Scope().Devices {
 		l := want.Links[dev]

@@ -44,12 +44,14 @@ func otherNetwork(n int) (dataplane.Scope, dataplane.State) {
 			o.Name = names[o.Name]
 			o.VXLAN.VNI = 7
 			s.Add(o)
+
 		case dataplane.Addr:
 			o.Dev = names[o.Dev]
 			s.Add(o)
 		case dataplane.Neigh:
 			o.Dev = names[o.Dev]
 			s.Add(o)
+
 		case dataplane.FDB:
 			o.Dev = names[o.Dev]
 			s.Add(o)
@@ -73,6 +75,7 @@ func retireDevice(f *fixture) {
 	if len(have.Links) > 0 {
 		f.Errorf("%v still exist", have.Links)
 	}
+
 	for _, o := range objectsOf(want) {
 		if r, ok := o.(dataplane.Route); ok && !f.has(r) {
 			f.Errorf("%s was deleted", r)
@@ -104,6 +107,7 @@ func retireNetwork(f *fixture) {
 		dataplane.Addr{Dev: dev6, Prefix: netip.MustParsePrefix("fd00:11::/128")},
 		dataplane.NewRoute(netip.MustParsePrefix("172.30.2.0/24"), netip.MustParseAddr("172.30.2.0"), dev4, true),
 	}
+
 	f.put(kept...)
 	mac := dataplane.MAC{2, 7}
 	f.put(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4, MAC: mac}, Dst: netip.MustParseAddr("198.18.0.1")})
@@ -117,6 +121,7 @@ func retireNetwork(f *fixture) {
 			have.Remove(r)
 		}
 	}
+
 	want := state(dataplane.NewState(), kept...)
 	for _, o := range objectsOf(Peers(3)) {
 		switch o.(type) {
@@ -124,6 +129,7 @@ func retireNetwork(f *fixture) {
 			want.Add(o)
 		}
 	}
+
 	want.Add(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4, MAC: mac}, Dst: netip.MustParseAddr("198.18.0.1")})
 	if diff := diffStates(want, have); diff != "" {
 		f.Errorf("kernel state (-want +have):\n%s", diff)
@@ -157,6 +163,7 @@ func retireNothing(f *fixture) {
 	former, _ := otherNetwork(0)
 	f.retire(former, Scope(), 0)
 	f.expect(want)
+
 	for _, tc := range []struct {
 		a, b   dataplane.Scope
 		covers bool

@@ -143,6 +143,7 @@ func (f *fixture) adopt(routes []dataplane.Route, want dataplane.State) {
 		r.Protocol = protoStatic
 		f.must(f.Append(r))
 	}
+
 	f.spy.Take()
 	f.reconcile(want, true)
 	for _, op := range f.spy.Take() {
@@ -163,6 +164,7 @@ func manyWithoutCarrier(f *fixture) {
 	for i := range 300 {
 		want.Add(objects(directRoutes(2+i, 2+i%200))...)
 	}
+
 	f.reconcile(want, true)
 	for range 3 {
 		for _, on := range []bool{false, true} {
@@ -202,6 +204,7 @@ func detoursLeft(f *fixture) {
 		ip := []string{"198.18.0.3", "2001:db8::3"}[i]
 		detour := dataplane.NewDetour(netip.MustParseAddr(ip), dev)
 		left = append(left, detour)
+
 		for n, differ := range []func(*dataplane.Route){
 			func(r *dataplane.Route) { r.Protocol = protoStatic },
 			func(r *dataplane.Route) { r.Dev = "eth0" },
@@ -218,6 +221,7 @@ func detoursLeft(f *fixture) {
 			others = append(others, r)
 		}
 	}
+
 	f.must(f.Append(objects(append(left, others...))...))
 	f.reconcile(want, false)
 	f.expect(want)
@@ -247,6 +251,7 @@ func connectedNetwork(f *fixture) {
 	if len(report.Refused) != 1 || report.Refused[0].Route.Dst != subnet4(3) || !strings.Contains(report.Refused[0].Reason, "cni0") {
 		f.Errorf("refused %v, want the route to %s for cni0", report.Refused, subnet4(3))
 	}
+
 	var left []dataplane.Route
 	for r := range f.read().AllRoutes() {
 		if r.Dst == subnet4(3) {
@@ -256,6 +261,7 @@ func connectedNetwork(f *fixture) {
 	if len(left) != 1 || left[0].Protocol != protoKernel {
 		f.Errorf("routes %v, want only the connected one", left)
 	}
+
 	f.must(f.Remove(bridge()[0]))
 	if report := f.reconcile(want, true); len(report.Refused) > 0 {
 		f.Errorf("refused %v, want nothing", report.Refused)
@@ -292,6 +298,7 @@ func othersSurvive(f *fixture) {
 			f.Errorf("%s, want no change of entries for groups", op)
 		}
 	}
+
 	have := f.readAll()
 	for _, o := range others() {
 		exists := false
@@ -351,6 +358,7 @@ func moveBetweenDevices(f *fixture) {
 		f.noGap(ops, subnet4(3))
 		f.noGap(ops, subnet6(3))
 	}
+
 	// This route leads to the gateway of peer 4 through another device. Its destination is
 	// outside of the scope's networks.
 	f.must(f.Append(dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix("fd00::/16"), Type: dataplane.Unicast, Priority: 512},
@@ -370,6 +378,7 @@ func failedPut(f *fixture) {
 		r.Protocol = protoBoot
 		duplicates = append(duplicates, r)
 	}
+
 	f.must(f.Append(objects(duplicates)...))
 	f.spy.Fail = func(op dataplane.Op) error {
 		if _, ok := op.Object.(dataplane.Route); ok {
@@ -377,6 +386,7 @@ func failedPut(f *fixture) {
 		}
 		return nil
 	}
+
 	want := state(Base(), Peer(3, 0)...)
 	if _, err := f.reconciler.Reconcile(f.Context(), want, true); err == nil {
 		f.Error("no error, want the error of the put")
@@ -425,6 +435,7 @@ func sharedDevices(f *fixture) {
 		theirs[i].Protocol = protoBoot
 		recorded[i].Protocol = protoBoot
 	}
+
 	f.put(objects(ours)...)
 	f.must(f.Append(objects(theirs)...))
 	f.must(f.Append(objects(recorded)...))
@@ -445,10 +456,12 @@ func unreachable(f *fixture) {
 		dataplane.NewRoute(subnet4(4), netip.MustParseAddr("192.0.2.1"), "eth0", false),
 		dataplane.NewRoute(subnet6(4), netip.MustParseAddr("2001:db8::1"), "eth0", false),
 	}
+
 	report := f.reconcile(state(want, objects(bad)...), true)
 	if len(report.Refused) != 2 || !report.Unreachable {
 		f.Errorf("refused %v, unreachable %t; want both of %v", report.Refused, report.Unreachable, bad)
 	}
+
 	f.expect(want)
 	if report := f.reconcile(want, true); len(report.Refused) > 0 || report.Unreachable {
 		f.Errorf("refused %v, unreachable %t; want nothing", report.Refused, report.Unreachable)
@@ -462,20 +475,24 @@ func noOtherHost(f *fixture) {
 	for _, p := range []netip.Prefix{subnet4(4), subnet6(4)} { // the device of an earlier VNI could have such addresses
 		own = append(own, dataplane.Addr{Dev: "eth0", Prefix: prefix.Host(p.Addr())})
 	}
+
 	f.must(f.Append(own...))
 	want := state(Base(), objects(directRoutes(3, 9))...)
 	bad := append(peer[dataplane.Route](4, 0),
 		dataplane.NewRoute(subnet4(5), netip.MustParseAddr("192.168.77.255"), "eth0", false),
 		dataplane.NewRoute(subnet6(5), netip.MustParseAddr("fd00:77::1"), "eth0", false))
+
 	report := f.reconcile(state(want, objects(bad)...), true)
 	if len(report.Refused) != len(bad) || !report.Unreachable {
 		f.Errorf("refused %v, unreachable %t; want all of %v", report.Refused, report.Unreachable, bad)
 	}
+
 	for _, r := range report.Refused {
 		if !strings.Contains(r.Reason, syscall.EINVAL.Error()) {
 			f.Errorf("refused for %q, want the kernel's reason", r.Reason)
 		}
 	}
+
 	f.must(f.Remove(own...))
 	report = f.reconcile(state(want, objects(bad)...), true)
 	if len(report.Refused) != 2 {
@@ -490,6 +507,7 @@ func nexthopObjects(f *fixture) {
 	want := state(Base(), Peer(3, 0)...)
 	f.reconcile(Base(), true)
 	f.spy.Take()
+
 	for id, o := range Peer(3, 0) {
 		if r, ok := o.(dataplane.Route); ok {
 			r.NexthopID = uint32(id + 7)
@@ -498,6 +516,7 @@ func nexthopObjects(f *fixture) {
 		}
 		f.must(f.Append(o))
 	}
+
 	f.reconcile(want, true)
 	if ops := f.spy.Take(); len(ops) > 0 {
 		f.Errorf("%d changes, the first %s; want none, because all routes are adopted", len(ops), ops[0])
@@ -529,6 +548,7 @@ func exclusivePut(f *fixture) {
 		r.Protocol = protoStatic
 		theirs = append(theirs, r)
 	}
+
 	f.must(f.Append(objects(theirs)...))
 	for i, ours := range [][]dataplane.Route{directRoutes(3, 7), directRoutes(4, 7)} {
 		for _, r := range ours {
@@ -565,16 +585,19 @@ func freshDevices(f *fixture) {
 		r.Protocol = protoStatic
 		f.must(f.Append(r))
 	}
+
 	want := Peers(5)
 	report := f.reconcile(state(want), true)
 	if len(report.Refused) != 1 || report.Refused[0].Route.Dst != subnet4(3) {
 		f.Errorf("refused %v, want the route to %s", report.Refused, subnet4(3))
 	}
+
 	delete(want.Routes, subnet4(3))
 	f.expect(want)
 	if made := 2*2 + 5*6 - 1; report.Puts != made || report.Repaired != 0 {
 		f.Errorf("%d puts, of them %d repairs; want %d, none of them a repair", report.Puts, report.Repaired, made)
 	}
+
 	ops := f.spy.Take()
 	first := slices.IndexFunc(ops, func(op dataplane.Op) bool {
 		r, ok := op.Object.(dataplane.Route)
@@ -606,12 +629,14 @@ func freshReadFails(f *fixture) {
 		}
 		return nil
 	}
+
 	f.spy.Fail = func(op dataplane.Op) error {
 		if _, ok := op.Object.(dataplane.Route); ok && f.spy.reads == 0 {
 			f.Errorf("%s before a full read", op)
 		}
 		return nil
 	}
+
 	_, err = f.reconciler.Reconcile(f.Context(), Peers(3), true)
 	f.must(err)
 	if fail {
@@ -635,6 +660,7 @@ func ownMTU(f *fixture) {
 		}
 		return s
 	}
+
 	for _, mtu := range []int{0, 1400, 1300, 0, 1300} {
 		f.spy.Take()
 		f.reconcile(narrowed(mtu), true)
@@ -644,11 +670,13 @@ func ownMTU(f *fixture) {
 			f.noGap(ops, dst)
 		}
 	}
+
 	f.restart()
 	f.reconcile(narrowed(1300), true)
 	if ops := f.spy.Take(); len(ops) > 0 {
 		f.Errorf("after a restart: %v, want no change", ops)
 	}
+
 	replace := func(protocol uint8, mtu int) (replaced []dataplane.Route) {
 		for _, r := range peer[dataplane.Route](3, 0) {
 			for _, have := range f.read().Routes[r.Dst] {
@@ -661,6 +689,7 @@ func ownMTU(f *fixture) {
 		}
 		return replaced
 	}
+
 	for _, protocol := range []uint8{protoBoot, dataplane.Protocol} {
 		for _, mtu := range []int{1350, 0} {
 			replace(protocol, mtu)
@@ -668,6 +697,7 @@ func ownMTU(f *fixture) {
 			f.expect(narrowed(1300))
 		}
 	}
+
 	replace(dataplane.Protocol, 1350)
 	f.reconcile(narrowed(0), true)
 	f.expect(narrowed(0))

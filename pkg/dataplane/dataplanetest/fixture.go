@@ -46,6 +46,7 @@ func Base() dataplane.State {
 			VXLAN: dataplane.VXLAN{VNI: 1, Port: 8472, Local: netip.MustParseAddr(d.local), Underlay: "eth0"},
 		})
 	}
+
 	s.Add(
 		dataplane.Addr{Dev: dev4, Prefix: prefix.Host(subnet4(1).Addr())},
 		dataplane.Addr{Dev: dev6, Prefix: prefix.Host(subnet6(1).Addr())})

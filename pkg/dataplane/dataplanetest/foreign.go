@@ -35,6 +35,7 @@ func (k *Kernel) append(o dataplane.Object) error {
 			k.up(d)
 		}
 		return nil
+
 	case dataplane.FDB:
 		return k.putFDB(o)
 	case dataplane.Route:
@@ -102,6 +103,7 @@ func (k *Kernel) SetCarrier(dev string, on bool) error {
 	if !ok {
 		return syscall.ENODEV
 	}
+
 	d.carrier = on
 	if !on {
 		k.routes = slices.DeleteFunc(k.routes, func(r dataplane.Route) bool { return r.Dev == dev && r.NexthopID != 0 })

@@ -92,35 +92,42 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 	within := func(p netip.Prefix) bool {
 		return slices.ContainsFunc(s.Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
 	}
+
 	for _, name := range s.Devices {
 		d, ok := k.devices[name]
 		if !ok {
 			continue
 		}
+
 		link := d.Link
 		if !s.TxChecksum {
 			link.TxChecksum = dataplane.OffloadAuto
 		}
+
 		state.Add(link)
 		if len(s.Networks) == 0 {
 			continue
 		}
+
 		for _, a := range d.addrs {
 			if within(prefix.Host(a.Addr())) {
 				state.Add(dataplane.Addr{Dev: name, Prefix: a})
 			}
 		}
+
 		for ip, n := range d.neighs {
 			if n.permanent && within(prefix.Host(ip)) {
 				state.Add(dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: name, IP: ip}, MAC: n.mac})
 			}
 		}
+
 		for _, f := range d.fdb {
 			if f.MAC.IsUnicast() {
 				state.Add(f)
 			}
 		}
 	}
+
 	for _, r := range k.routes.shown() {
 		if len(s.Networks) > 0 && s.Shows(r) && (!s.Connected || r.Protocol == protoKernel) {
 			state.Add(r)
@@ -162,6 +169,7 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr, external string) (str
 			return "", nil
 		}
 	}
+
 	var best dataplane.Route
 	for _, r := range k.routes {
 		if r.Dst.Contains(dst) && (!best.Dst.IsValid() || r.Dst.Bits() > best.Dst.Bits()) {
@@ -203,6 +211,7 @@ func (k *Kernel) putLink(want dataplane.Link) error {
 	if _, ok := k.devices[want.VXLAN.Underlay]; !ok {
 		return fmt.Errorf("underlay device %s: %w", want.VXLAN.Underlay, syscall.ENODEV)
 	}
+
 	d, ok := k.devices[want.Name]
 	switch {
 	case !ok && want.Kind != "vxlan":
@@ -216,6 +225,7 @@ func (k *Kernel) putLink(want dataplane.Link) error {
 	case d.MAC != want.MAC: // like NETDEV_CHANGEADDR
 		clear(d.neighs)
 	}
+
 	up := d.Up
 	offload := d.TxChecksum
 	d.Link = want
@@ -244,12 +254,14 @@ func (k *Kernel) putAddr(a dataplane.Addr) error {
 	if !ok {
 		return syscall.ENODEV
 	}
+
 	// A device has an IPv6 address once, and a put does not change its prefix length.
 	if slices.ContainsFunc(d.addrs, func(have netip.Prefix) bool {
 		return have == a.Prefix || have.Addr() == a.Prefix.Addr() && have.Addr().Is6()
 	}) {
 		return nil
 	}
+
 	d.addrs = append(d.addrs, a.Prefix)
 	k.connect(d, a.Prefix)
 	return nil
@@ -298,6 +310,7 @@ func (k *Kernel) usable(r dataplane.Route) error {
 	if r.Dev == "" {
 		return nil
 	}
+
 	d, ok := k.devices[r.Dev]
 	if !ok {
 		return syscall.ENODEV
@@ -354,6 +367,7 @@ func (k *Kernel) remove(o dataplane.Object) {
 		if d, ok := k.devices[o.Dev]; ok {
 			delete(d.neighs, o.IP)
 		}
+
 	case dataplane.FDB:
 		if d, ok := k.devices[o.Dev]; ok {
 			delete(d.fdb, o.MAC)

@@ -69,6 +69,7 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	if !maps.Equal(before.Links, now.Links) {
 		return nil, true, true
 	}
+
 	for _, id := range gone {
 		events = append(events, dataplane.Event{Nexthop: id})
 	}
@@ -78,6 +79,7 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 			events = append(events, dataplane.Event{Object: o, Deleted: true})
 		}
 	}
+
 	for _, o := range objectsOf(now) {
 		if r, ok := o.(dataplane.Route); ok && r.Multipath && !before.HasRoute(r) {
 			lost = true

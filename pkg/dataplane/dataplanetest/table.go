@@ -69,6 +69,7 @@ func (t *table) replace(r dataplane.Route) {
 		t.insert(r)
 		return
 	}
+
 	first := found[0]
 	if r.Dst.Addr().Is4() {
 		// If one of the routes with the same key is equal to r, the table does not change. If that route is
@@ -82,6 +83,7 @@ func (t *table) replace(r dataplane.Route) {
 	if i := slices.IndexFunc(found, func(i int) bool { return ecmp((*t)[i]) == ecmp(r) }); i >= 0 {
 		first = found[i]
 	}
+
 	siblings := ecmp((*t)[first])
 	(*t)[first] = r
 	for _, i := range slices.Backward(found) {
@@ -112,6 +114,7 @@ func (t *table) remove(r dataplane.Route) {
 		return have.NexthopID == 0 && !have.Multipath && (r.Dev == "" || have.Dev == r.Dev) &&
 			(have.Gateway == r.Gateway || !r.Gateway.IsValid() && r.Dst.Addr().Is4())
 	}
+
 	i := slices.IndexFunc(*t, match)
 	if i < 0 {
 		return
@@ -145,6 +148,7 @@ func (t table) shown() []dataplane.Route {
 			last[r.RouteKey] = i
 		}
 	}
+
 	until := map[netip.Prefix]int{} // index of the last route to leave out
 	for i, r := range t {
 		if end, hidden := until[r.Dst]; hidden && i <= end {

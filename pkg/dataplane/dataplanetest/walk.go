@@ -52,12 +52,14 @@ func WalkFrom(t testing.TB, w World, steps int, resync time.Duration, seed uint6
 		fixture: newFixture(t, w, resync), last: dataplane.NewState(), rnd: rand.New(rand.NewPCG(seed, 0)), want: Base(),
 		recorded: map[dataplane.Route]bool{}, kept: map[dataplane.Route]bool{},
 	}
+
 	wk.spy.Fail = func(dataplane.Op) error {
 		if wk.failing && wk.chance(10) {
 			return syscall.EIO
 		}
 		return nil
 	}
+
 	wk.spy.ReadError = func() error {
 		if wk.failing && wk.chance(10) {
 			return syscall.EINTR
@@ -67,12 +69,14 @@ func WalkFrom(t testing.TB, w World, steps int, resync time.Duration, seed uint6
 	if resync > 0 {
 		wk.spy.Lose = func() bool { return wk.failing && wk.chance(3) }
 	}
+
 	wk.must(wk.Append(dataplane.Link{Name: nic, Kind: "veth", Up: true}))
 	wk.must(wk.Append(nicAddrs()...))
 	if traffic, ok := w.(Traffic); ok {
 		wk.want.Add(traffic.Remote()...)
 		wk.traffic = traffic
 	}
+
 	wk.disturber, _ = w.(Disturber)
 	for step := range steps {
 		wk.step()
@@ -111,12 +115,14 @@ func (w *walk) update(sweep bool) (dataplane.Report, error) {
 	if w.chance(30) {
 		return w.reconciler.Reconcile(w.Context(), state(now), sweep)
 	}
+
 	var removed, added []dataplane.Object
 	for _, o := range objectsOf(before) {
 		if !contains(now, o) {
 			removed = append(removed, o)
 		}
 	}
+
 	for _, o := range objectsOf(now) {
 		if !contains(before, o) {
 			added = append(added, o)
@@ -149,6 +155,7 @@ func (w *walk) changeWant() {
 			}
 		}
 	}
+
 	switch n := w.rnd.IntN(10); {
 	case n < 5:
 		for _, o := range Peer(i, variant) {
@@ -158,6 +165,7 @@ func (w *walk) changeWant() {
 			}
 			w.want.Add(o)
 		}
+
 	case n < 6:
 		w.want.Add(Peer(i, variant)[3*variant : 3*variant+3]...) // only one family
 	case n < 7:
@@ -217,16 +225,19 @@ func (w *walk) disturb() {
 		e := peer[dataplane.FDB](i, n%3)[n%2]
 		e.Override = w.chance(50)
 		_ = w.Append(e)
+
 	case 10:
 		_ = w.Learn(peer[dataplane.Neigh](i, n%2)[n%2])
 	case 11:
 		_ = w.Append(dataplane.Addr{Dev: dev4, Prefix: netip.PrefixFrom(subnet4(i).Addr(), 32)},
 			dataplane.Addr{Dev: dev6, Prefix: netip.PrefixFrom(subnet6(1).Addr(), 64+64*(n%2))})
+
 	case 12:
 		r := directRoutes(100+n, 10)[n%2]
 		r.Protocol = protoBoot
 		_ = w.Append(r)
 		w.kept[r] = true
+
 	case 16:
 		w.must(w.SetCarrier([]string{"eth0", nic}[n%2], w.chance(50)))
 	case 17:
@@ -239,11 +250,13 @@ func (w *walk) disturb() {
 		if w.disturber != nil && w.chance(30) {
 			w.must(w.disturber.Overflow())
 		}
+
 	case 15:
 		if w.disturber != nil {
 			w.must(w.disturber.DeleteNexthop(w.rnd.IntN(hosts)))
 			_ = w.disturber.ReplaceNexthop(w.rnd.IntN(2 * hosts))
 		}
+
 	case 13:
 		bridge := dataplane.Link{Name: "cni0", Kind: "bridge", Up: true}
 		_ = w.Remove(bridge)
@@ -275,6 +288,7 @@ func (w *walk) useNexthops() {
 			if w.chance(50) {
 				w.must(w.RemoveNexthop(id))
 			}
+
 			for _, r := range w.want.Routes[dst] {
 				if w.chance(50) {
 					_ = w.Remove(r)
@@ -324,12 +338,14 @@ func (w *walk) mayDelete(o dataplane.Object) bool {
 	case dataplane.Link:
 		want, ok := w.want.Links[o.Name]
 		return ok && !o.Compatible(want)
+
 	case dataplane.Addr:
 		_, wanted := w.want.Addrs[o]
 		return !wanted && (w.sweep || w.inTheWay(o)) && ours(o.Dev) && w.inNetworks(prefix.Host(o.Prefix.Addr()))
 	case dataplane.Neigh:
 		_, wanted := w.want.Neighs[o.NeighKey]
 		return !wanted && w.sweep && ours(o.Dev) && w.inNetworks(prefix.Host(o.IP))
+
 	case dataplane.FDB:
 		_, wanted := w.want.FDB[o.FDBKey]
 		return !wanted && w.sweep && ours(o.Dev)
@@ -392,6 +408,7 @@ func (w *walk) converge() {
 	for _, r := range report.Refused {
 		w.refused[r.Route.Dst] = true
 	}
+
 	w.compare()
 	if w.traffic != nil {
 		w.must(w.SetCarrier("eth0", true))
@@ -418,6 +435,7 @@ func (w *walk) compare() {
 	for r := range w.want.AllRoutes() {
 		dsts[r.Dst] = true
 	}
+
 	for r := range have.AllRoutes() {
 		switch {
 		case r.Protocol == protoKernel, w.refused[r.Dst], w.kept[r]:
@@ -429,6 +447,7 @@ func (w *walk) compare() {
 			have.Add(canonical(r))
 		}
 	}
+
 	for r := range expected.AllRoutes() {
 		expected.Remove(r)
 		if !w.refused[r.Dst] {

@@ -92,6 +92,7 @@ func (s *Spy) Read(ctx context.Context, scope dataplane.Scope) (dataplane.State,
 			return dataplane.State{}, err
 		}
 	}
+
 	s.mu.Lock()
 	switch {
 	case len(scope.Networks) == 0: // only links
@@ -112,6 +113,7 @@ func (s *Spy) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpError
 	if s.Fail == nil {
 		return s.Kernel.Apply(ctx, ops)
 	}
+
 	var failed []dataplane.OpError
 	var rest []dataplane.Op
 	for _, op := range ops {

@@ -37,14 +37,17 @@ func filter(fd int, port uint32, devices []int) error {
 		}
 		return nil
 	}
+
 	const (
 		deliver = 1 << 18
 		drop    = 0
 	)
+
 	// The classic filter reads big-endian numbers; these are in host order.
 	host16 := func(v uint16) uint32 {
 		return uint32(binary.BigEndian.Uint16(binary.NativeEndian.AppendUint16(nil, v)))
 	}
+
 	host32 := func(v uint32) uint32 {
 		return binary.BigEndian.Uint32(binary.NativeEndian.AppendUint32(nil, v))
 	}
@@ -69,6 +72,7 @@ func filter(fd int, port uint32, devices []int) error {
 		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host32(port), SkipTrue: n + 1},
 		bpf.LoadAbsolute{Off: offsetIfindex, Size: 4},
 	}
+
 	for i, index := range devices {
 		program = append(program, bpf.JumpIf{Cond: bpf.JumpEqual, Val: host32(uint32(index)), SkipTrue: n - uint8(i)})
 	}

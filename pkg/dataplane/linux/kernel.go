@@ -47,6 +47,7 @@ func Open(o Options) (*Kernel, error) {
 	if o.Buffers == nil {
 		o.Buffers = &Buffers{}
 	}
+
 	sock, err := openSocket(o.Buffers)
 	if err != nil {
 		return nil, err
@@ -82,6 +83,7 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr, external string) (str
 	if r.route.Type != dataplane.Unicast || r.route.Gateway.IsValid() || r.route.Multipath || !dataplane.IsNetwork(r.route.Dst) {
 		return "", nil
 	}
+
 	l, err := k.link(r.oif)
 	connected := r.route.Protocol == unix.RTPROT_KERNEL || r.route.Protocol == unix.RTPROT_RA
 	if !l.resolves() || l.name != external && !connected {
@@ -164,6 +166,7 @@ func (k *Kernel) link(index int) (l link, err error) {
 	if index == 0 {
 		return link{}, nil
 	}
+
 	err = k.sock.ask(func(m *message) {
 		m.begin(unix.RTM_GETLINK, 0, ifinfomsg(index)...)
 		m.attr32(unix.IFLA_EXT_MASK, rtextFilterSkipStats)

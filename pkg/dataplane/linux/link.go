@@ -39,6 +39,7 @@ func (k *Kernel) applyLink(ctx context.Context, op dataplane.Op) error {
 	if err != nil {
 		return err
 	}
+
 	switch {
 	case op.Delete && index == 0:
 		return nil
@@ -48,10 +49,12 @@ func (k *Kernel) applyLink(ctx context.Context, op dataplane.Op) error {
 			return nil
 		}
 		return err
+
 	case index == 0:
 		if err := k.createLink(want); err != nil {
 			return err
 		}
+
 	default:
 		if err := k.changeLink(ctx, want, index); err != nil {
 			return err
@@ -129,6 +132,7 @@ func (k *Kernel) changeLink(ctx context.Context, want dataplane.Link, index int)
 	if !have.Compatible(want) {
 		return fmt.Errorf("cannot change the existing %s device into the wanted one", have.Kind)
 	}
+
 	link := &netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Name: want.Name, Index: index}}
 	if have.VXLAN != want.VXLAN {
 		if err := k.changeVXLAN(ctx, index, have.VXLAN, want.VXLAN); err != nil {
@@ -203,6 +207,7 @@ func (k *Kernel) setUp(want dataplane.Link) error {
 	if !want.Up || link.Attrs().Flags&unix.IFF_UP != 0 {
 		return nil
 	}
+
 	err = k.links.LinkSetUp(link)
 	if errors.Is(err, unix.EADDRINUSE) {
 		return fmt.Errorf("set up: %w: another program listens on UDP port %d", err, want.VXLAN.Port)

@@ -95,6 +95,7 @@ func (m *monitor) join(fd, option int) error {
 	if len(m.scope.Devices) > 0 {
 		groups = append(groups, unix.RTNLGRP_NEIGH)
 	}
+
 	for _, f := range families(m.scope) {
 		if f == unix.AF_INET {
 			groups = append(groups, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV4_ROUTE)
@@ -102,11 +103,13 @@ func (m *monitor) join(fd, option int) error {
 			groups = append(groups, unix.RTNLGRP_IPV6_IFADDR, unix.RTNLGRP_IPV6_ROUTE)
 		}
 	}
+
 	for _, g := range groups {
 		if err := unix.SetsockoptInt(fd, unix.SOL_NETLINK, option, g); err != nil {
 			return err
 		}
 	}
+
 	// Kernels before 5.3 have no nexthop objects, and no group for them.
 	_ = unix.SetsockoptInt(fd, unix.SOL_NETLINK, option, rtnlgrpNexthop)
 	return nil
@@ -175,6 +178,7 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 			return nil, lost, lost
 		}
 	}
+
 	buf := m.kernel.buffers.get()
 	defer m.kernel.buffers.put(buf)
 	for {
@@ -188,10 +192,12 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 				m.resolveDevices()
 			}
 			return events, rerouted || lost, lost
+
 		case errors.Is(err, unix.EINTR):
 		case errors.Is(err, unix.ENOBUFS): // the socket has overflowed
 			lost = true
 			missed = true
+
 		case err != nil:
 			m.muted = true // announcements are missing from here on
 			return nil, true, true
@@ -238,6 +244,7 @@ func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bo
 		if n < unix.NLMSG_HDRLEN || n > len(b) {
 			return true, true
 		}
+
 		typ := binary.NativeEndian.Uint16(b[4:])
 		flags := binary.NativeEndian.Uint16(b[6:])
 		event, void := m.message(typ, flags, b[unix.NLMSG_HDRLEN:n])
@@ -278,10 +285,12 @@ func (m *monitor) neighbour(deleted bool, payload []byte) dataplane.Event {
 	if len(payload) < unix.SizeofNdMsg {
 		return dataplane.Event{}
 	}
+
 	dev, ours := m.names[int(int32(binary.NativeEndian.Uint32(payload[4:])))]
 	if !ours || !slices.Contains(m.scope.Devices, dev) {
 		return dataplane.Event{}
 	}
+
 	n, permanent := parseNeighbour(payload)
 	e := dataplane.Event{Deleted: deleted || !permanent}
 	switch {
@@ -303,6 +312,7 @@ func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane
 	if !r.mayConcern(m.scope) {
 		return dataplane.Event{}, false
 	}
+
 	m.kernel.nexthops.complete(&r)
 	if r.route.Type == dataplane.Unicast && !r.route.Multipath {
 		r.route.Dev = m.name(r.oif)
@@ -311,6 +321,7 @@ func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane
 	if !m.scope.Shows(r.route) {
 		return dataplane.Event{}, false
 	}
+
 	// For an IPv6 route with several next hops the kernel announces sometimes one and
 	// sometimes all.
 	return dataplane.Event{Object: r.route, Deleted: deleted, Replaced: flags&unix.NLM_F_REPLACE != 0 && !deleted}, r.route.Multipath
@@ -362,6 +373,7 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 	if payload[0] == unix.AF_BRIDGE { // a port's bridge settings
 		return false
 	}
+
 	index := int(int32(binary.NativeEndian.Uint32(payload[4:])))
 	name, known := m.names[index]
 	delete(m.others, index) // its name may have changed
@@ -370,6 +382,7 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 		delete(m.links, index)
 		return known
 	}
+
 	// Most announcements about a link do not matter.
 	before, announced := m.links[index]
 	now, features := newLinkDetails(payload)

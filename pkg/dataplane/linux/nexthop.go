@@ -36,12 +36,14 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 		t.reset()
 		return nil
 	}
+
 	err := k.sock.dump(ctx, func(m *message) {
 		m.begin(rtmGetNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
 	}, t.reset, func(typ uint16, payload []byte) {
 		if typ != rtmNewNexthop || len(payload) < sizeofNhmsg || payload[2] != dataplane.Protocol {
 			return
 		}
+
 		var id, index uint32
 		var gateway netip.Addr
 		for a := range attributes(payload[sizeofNhmsg:]) {
@@ -78,12 +80,14 @@ func (k *Kernel) provideNexthops(ctx context.Context, ops []*dataplane.Op, index
 	if !t.enabled {
 		return
 	}
+
 	puts := map[int]int{} // by index of the device
 	for _, op := range ops {
 		if r, ok := viaNexthop(op); ok {
 			puts[indexes[r.Dev]]++
 		}
 	}
+
 	for index, n := range puts {
 		t.plain[index] += n
 		if t.plain[index] >= t.threshold {
@@ -102,6 +106,7 @@ func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op,
 		op  *dataplane.Op
 		via *object
 	}
+
 	var routes []route
 	var missing []*object
 	for _, op := range ops {
@@ -118,6 +123,7 @@ func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op,
 		}
 		routes = append(routes, route{op, via})
 	}
+
 	again := missing
 	for range nexthopRetries {
 		if len(again) == 0 || !t.enabled {
@@ -125,6 +131,7 @@ func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op,
 		}
 		again = k.createNexthops(ctx, again)
 	}
+
 	for _, of := range routes {
 		if of.via.id == 0 {
 			continue
@@ -135,6 +142,7 @@ func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op,
 		r.NexthopID = of.via.id
 		of.op.Object = r
 	}
+
 	for _, o := range missing {
 		if o.id == 0 {
 			delete(t.byHop, o.hop)
@@ -156,6 +164,7 @@ func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again [
 		ids[i] = t.next
 		t.next++
 	}
+
 	failed := k.sock.send(ctx, len(missing), func(i int, m *message) {
 		var flags uint32
 		if missing[i].onLink {
@@ -166,6 +175,7 @@ func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again [
 		m.attr32(nhaOIF, uint32(missing[i].index))
 		m.addr(nhaGateway, missing[i].gateway)
 	})
+
 	for i, o := range missing {
 		switch err := failed[i]; {
 		case err == nil:
@@ -190,6 +200,7 @@ func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, inde
 	t := &k.nexthops
 	t.mu.Lock()
 	defer t.mu.Unlock()
+
 	for _, op := range done {
 		r, ok := op.Object.(dataplane.Route)
 		if !ok || !op.Delete {
@@ -201,6 +212,7 @@ func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, inde
 			t.plain[indexes[r.Dev]]--
 		}
 	}
+
 	// An idle object may have been deleted, or be in use again.
 	ids := slices.DeleteFunc(t.idle, func(id uint32) bool {
 		o := t.byID[id]

@@ -152,6 +152,7 @@ func (t *nexthops) selectUnused() {
 	now := time.Now()
 	before := t.unused
 	t.unused = map[uint32]time.Time{}
+
 	for id, o := range t.byID {
 		if o.users > 0 {
 			continue

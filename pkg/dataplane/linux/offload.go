@@ -26,6 +26,7 @@ func (k *Kernel) ethtool(dev string, cmd, data uint32) (uint32, error) {
 	if len(dev) >= len(request.name) {
 		return 0, unix.ENODEV
 	}
+
 	copy(request.name[:], dev)
 	request.value = &value
 	k.sock.mu.Lock()

@@ -37,6 +37,7 @@ func parseRoute(payload []byte) routeReply {
 	if len(payload) < unix.SizeofRtMsg {
 		return routeReply{}
 	}
+
 	r := routeReply{table: uint32(payload[4]), fromSource: payload[2] != 0}
 	r.route.TOS = payload[3]
 	r.route.Protocol = payload[5]

@@ -28,6 +28,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 		if index == 0 || len(s.Networks) == 0 {
 			continue
 		}
+
 		dev := device{name, index}
 		for _, read := range []func(context.Context, device, dataplane.Scope, dataplane.State) error{k.readAddrs, k.readNeighs, k.readFDB} {
 			if err := read(ctx, dev, s, state); err != nil {
@@ -45,6 +46,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 	if s.Connected {
 		readRoutes = k.readConnected
 	}
+
 	for _, f := range families(s) {
 		if err := readRoutes(ctx, f, s, state); err != nil {
 			return state, err
@@ -85,6 +87,7 @@ func (k *Kernel) readLink(name string, s dataplane.Scope, state dataplane.State)
 	if len(attrs.HardwareAddr) == len(l.MAC) { // a tunnel has an IP address there
 		copy(l.MAC[:], attrs.HardwareAddr)
 	}
+
 	l.Tunnel = readTunnel(link)
 	if _, ok := link.(*netlink.Tuntap); ok {
 		l.Kind = dataplane.KindTUN
@@ -141,11 +144,13 @@ func (k *Kernel) readConnected(ctx context.Context, family uint8, s dataplane.Sc
 	if err != nil {
 		return fmt.Errorf("dump addresses: %w", err)
 	}
+
 	for _, a := range found {
 		dst := a.prefix.Masked()
 		if !s.InNetworks(dst) {
 			continue
 		}
+
 		dev, err := k.linkName(a.index)
 		if err != nil {
 			return err
@@ -231,6 +236,7 @@ func (k *Kernel) readFDB(ctx context.Context, dev device, _ dataplane.Scope, sta
 	if err != nil {
 		return fmt.Errorf("dump FDB of %s: %w", dev.name, err)
 	}
+
 	for _, f := range found {
 		state.FDB[f.FDBKey] = f
 	}
@@ -275,6 +281,7 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 			}
 			names[r.oif] = name
 		}
+
 		r.route.Dev = name
 		if r.route.Type != dataplane.Unicast {
 			r.route.Dev = "" // the kernel shows "dev lo" for an unreachable IPv6 route and no device for an IPv4 one

@@ -61,11 +61,13 @@ func (s *socket) configure() error {
 	if err := unix.SetsockoptTimeval(s.fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv); err != nil {
 		return err
 	}
+
 	// Without strict checking the kernel ignores the filter of a dump, and the answer
 	// would have to be filtered here.
 	if err := unix.SetsockoptInt(s.fd, unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1); err != nil {
 		return fmt.Errorf("strict checking (needs Linux 4.20): %w", err)
 	}
+
 	// The other options are optional: a larger buffer, and errors that are shorter and
 	// contain a text.
 	_ = unix.SetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, bufferSize)
@@ -117,7 +119,7 @@ func (s *socket) sendGroups(ctx context.Context, n, size int, build func(i int, 
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	failed := map[int]error{}
-	n = n * size
+	n *= size
 	perDatagram := chunk - chunk%size
 	for start := 0; start < n; start += perDatagram {
 		end := min(start+perDatagram, n)
@@ -155,6 +157,7 @@ func (s *socket) sendChunk(start, end int, build func(i int, m *message), failed
 		}
 		m.finish(s.seq)
 	}
+
 	s.out = m.buf
 	if err := s.write(m.buf); err != nil {
 		return err
@@ -213,6 +216,7 @@ func (s *socket) dumpOnce(build func(m *message), each func(typ uint16, payload 
 			if h.Seq != s.seq {
 				return nil
 			}
+
 			interrupted = interrupted || h.Flags&unix.NLM_F_DUMP_INTR != 0
 			switch h.Type {
 			case unix.NLMSG_ERROR:
@@ -250,6 +254,7 @@ func (s *socket) ask(build func(m *message), answer func(typ uint16, payload []b
 	if err := s.write(m.buf); err != nil {
 		return err
 	}
+
 	for {
 		done := false
 		err := s.receive(func(h header, payload []byte) error {
@@ -345,6 +350,7 @@ func replyError(h header, payload []byte) error {
 	if len(payload) < 4+unix.NLMSG_HDRLEN {
 		return errors.New("short rtnetlink error message")
 	}
+
 	err := errnoOf(payload)
 	if err == nil || h.Flags&unix.NLM_F_ACK_TLVS == 0 {
 		return err
@@ -357,6 +363,7 @@ func replyError(h header, payload []byte) error {
 		}
 		skip = min(4+align(int(request)), len(payload))
 	}
+
 	for a := range attributes(payload[skip:]) {
 		if a.typ == unix.NLMSGERR_ATTR_MSG {
 			return fmt.Errorf("%w (%s)", err, unix.ByteSliceToString(a.data))

@@ -40,6 +40,7 @@ func (k *Kernel) createTunnel(want dataplane.Link) error {
 	if listErr != nil {
 		return oneline.Join(err, listErr)
 	}
+
 	for _, l := range links {
 		if name := l.Attrs().Name; l.Type() == want.Kind && readTunnel(l).Local == want.Tunnel.Local {
 			return fmt.Errorf("%w: %s is a tunnel from %s to anywhere already: remove it (ip link delete %s) if nothing else needs it",

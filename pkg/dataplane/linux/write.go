@@ -30,6 +30,7 @@ func (k *Kernel) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpEr
 			ops = ops[1:]
 			continue
 		}
+
 		n := 1
 		for n < len(ops) {
 			if _, ok := ops[n].Object.(dataplane.Link); ok {
@@ -68,10 +69,12 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 			failed = append(failed, dataplane.OpError{Op: *op, Err: unix.ENODEV})
 		}
 	}
+
 	k.provideNexthops(ctx, ready, indexes)
 	errs := k.sock.send(ctx, len(ready), func(i int, m *message) {
 		encode(m, ready[i], indexes[dataplane.DeviceOf(ready[i].Object)])
 	})
+
 	k.detour(ctx, ready, indexes, errs)
 	done := ready[:0]
 	for i, op := range ready {
@@ -111,6 +114,7 @@ func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[st
 			again, copies = append(again, i), append(copies, k.beforeDetour(r, indexes[r.Dev]))
 		}
 	}
+
 	const steps, put = 5, 2
 	failed := k.sock.sendGroups(ctx, len(again), steps, func(i int, m *message) {
 		op := ops[again[i/steps]]
@@ -124,6 +128,7 @@ func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[st
 			if before.source.IsValid() {
 				m.addr(unix.RTA_PREFSRC, before.source)
 			}
+
 		case 1:
 			encodeRoute(m, unix.RTM_NEWROUTE, unix.NLM_F_CREATE, detour, index)
 		case put:
@@ -134,6 +139,7 @@ func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[st
 			encodeRoute(m, unix.RTM_DELROUTE, 0, before.route, before.oif)
 		}
 	})
+
 	for j, i := range again {
 		errs[i] = failed[steps*j+put]
 	}
@@ -150,6 +156,7 @@ func (k *Kernel) beforeDetour(r dataplane.Route, index int) routeReply {
 	if r.Dst.Contains(r.Gateway) {
 		return before
 	}
+
 	now, err := k.lookup(r.Gateway)
 	if err != nil || now.table != unix.RT_TABLE_MAIN || now.route.Type != dataplane.Unicast || now.route.Multipath || now.route.NexthopID != 0 {
 		return before
@@ -168,10 +175,12 @@ func harmless(op *dataplane.Op, err error) bool {
 	if !op.Delete {
 		return errors.Is(err, unix.EEXIST) && !op.Exclusive
 	}
+
 	// The kernel deletes routes together with their nexthop object, and then refuses its id.
 	if r, ok := op.Object.(dataplane.Route); ok && r.NexthopID != 0 && errors.Is(err, unix.EINVAL) {
 		return true
 	}
+
 	for _, gone := range []error{unix.ESRCH, unix.ENOENT, unix.EADDRNOTAVAIL, unix.ENODEV} {
 		if errors.Is(err, gone) {
 			return true
@@ -190,6 +199,7 @@ func encode(m *message, op *dataplane.Op, index int) {
 		}
 		return put
 	}
+
 	switch o := op.Object.(type) {
 	case dataplane.Addr:
 		encodeAddr(m, verb(unix.RTM_NEWADDR, unix.RTM_DELADDR), flags, o, index)
@@ -198,6 +208,7 @@ func encode(m *message, op *dataplane.Op, index int) {
 		m.begin(typ, flags, ndmsg(familyOf(o.IP), index, unix.NUD_PERMANENT, 0)...)
 		m.addr(unix.NDA_DST, o.IP)
 		m.attr(unix.NDA_LLADDR, o.MAC[:])
+
 	case dataplane.FDB:
 		typ := verb(unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH)
 		m.begin(typ, flags, ndmsg(unix.AF_BRIDGE, index, unix.NUD_PERMANENT, unix.NTF_SELF)...)
@@ -205,6 +216,7 @@ func encode(m *message, op *dataplane.Op, index int) {
 		if !op.Delete {
 			m.addr(unix.NDA_DST, o.Dst)
 		}
+
 	case dataplane.Route:
 		if op.Exclusive {
 			flags = unix.NLM_F_CREATE | unix.NLM_F_EXCL
@@ -230,11 +242,13 @@ func encodeRoute(m *message, typ, flags uint16, r dataplane.Route, index int) {
 	if r.OnLink {
 		rtflags = unix.RTNH_F_ONLINK
 	}
+
 	scope := uint8(unix.RT_SCOPE_UNIVERSE)
 	deleting := typ == unix.RTM_DELROUTE
 	if deleting {
 		scope, rtflags = unix.RT_SCOPE_NOWHERE, 0 // any scope
 	}
+
 	m.begin(typ, flags, rtmsg(r.Dst, r.TOS, unix.RT_TABLE_MAIN, r.Protocol, scope, uint8(r.Type), rtflags)...)
 	m.addr(unix.RTA_DST, r.Dst.Addr())
 	if r.Priority != 0 {
@@ -248,6 +262,7 @@ func encodeRoute(m *message, typ, flags uint16, r dataplane.Route, index int) {
 			}
 		})
 	}
+
 	switch {
 	case r.NexthopID != 0: // the kernel refuses a gateway or device beside the id, or does not find the route
 		m.attr32(rtaNexthopID, r.NexthopID)

@@ -60,6 +60,7 @@ func Gather(ctx context.Context, r status.Report) doctor.Facts {
 	if e = oneline.Join(e, e2); e != nil {
 		errs = append(errs, fmt.Errorf("read the rules of other firewalls: %w", e))
 	}
+
 	f.Blocks = slices.Concat(inIPTables, inNFTables)
 	f.Unread = oneline.Join(errs...)
 	return f
@@ -101,6 +102,7 @@ func Ranges() ([]doctor.Range, error) {
 	for _, l := range links {
 		names[l.Attrs().Index] = l.Attrs().Name
 	}
+
 	addrs, err := dump(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) })
 	if err != nil {
 		return nil, err
@@ -114,11 +116,13 @@ func Ranges() ([]doctor.Range, error) {
 			all = append(all, r)
 		}
 	}
+
 	for _, a := range addrs {
 		if to, ok := toPrefix(a.IPNet); ok {
 			add(doctor.Range{To: to.Masked(), Dev: names[a.LinkIndex]})
 		}
 	}
+
 	for _, r := range routes {
 		if to, ok := toPrefix(r.Dst); ok {
 			via, _ := netip.AddrFromSlice(r.Gw)
@@ -145,6 +149,7 @@ func bridges(r status.Report) ([]doctor.Bridge, error) {
 		if link.Type() != "bridge" || own.Name == r.Interface.Name {
 			continue
 		}
+
 		b := doctor.Bridge{Name: own.Name, MTU: own.MTU}
 		for _, a := range addrs {
 			p, ok := toPrefix(a.IPNet)
@@ -152,6 +157,7 @@ func bridges(r status.Report) ([]doctor.Bridge, error) {
 				b.Addresses = append(b.Addresses, p)
 			}
 		}
+
 		for _, port := range links {
 			if port.Attrs().MasterIndex == own.Index {
 				b.PortMTU = max(b.PortMTU, port.Attrs().MTU)
@@ -216,11 +222,13 @@ func ways(r status.Report, bridges []doctor.Bridge) ([]doctor.Way, error) {
 			if !slices.ContainsFunc(r.Lease.Subnets, func(s netip.Prefix) bool { return s.Contains(a.Addr()) }) {
 				continue
 			}
+
 			for _, p := range r.Peers {
 				for _, s := range p.Subnets {
 					if p.State == status.Refused || s.Addr().Is4() != a.Addr().Is4() {
 						continue
 					}
+
 					there := s.Addr().Next().Next() // the first address is that of the device, the second that of the bridge
 					out := doctor.Way{Subnet: s, In: b.Name, From: a.Addr().Next(), To: there}
 					if err := ask(&out, names); err != nil {
@@ -231,6 +239,7 @@ func ways(r status.Report, bridges []doctor.Bridge) ([]doctor.Way, error) {
 					if in == "" {
 						continue
 					}
+
 					back := doctor.Way{Subnet: s, Back: true, In: in, From: there, To: a.Addr().Next()}
 					if err := ask(&back, names); err != nil {
 						return nil, err
@@ -273,6 +282,7 @@ func lookUp(to netip.Addr, o *netlink.RouteGetOptions, names map[int]string) (r 
 	case len(routes) == 0:
 		return r, errors.New("the kernel gives no route")
 	}
+
 	route := routes[0]
 	r.Table = route.Table
 	r.Via, _ = netip.AddrFromSlice(route.Gw)
@@ -302,6 +312,7 @@ func docker(ctx context.Context, r status.Report, bridges []doctor.Bridge) []doc
 		if network < 0 || bridge < 0 {
 			continue
 		}
+
 		d := doctor.Docker{
 			Program: iptables.Default.Program(prefix.FamilyOf(subnet.Addr())),
 			Bridge: firewall.DockerBridge{
@@ -309,6 +320,7 @@ func docker(ctx context.Context, r status.Report, bridges []doctor.Bridge) []doc
 				From: append(slices.Clone(r.Network.Devices), r.Interface.Name),
 			},
 		}
+
 		d.IPTables, _ = iptables.Docker(ctx, d.Bridge)
 		d.NFTables, _ = nftables.Docker(d.Bridge)
 		all = append(all, d)
@@ -328,6 +340,7 @@ func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
 			}
 		}
 	}
+
 	for _, w := range ways {
 		if w.Route.Err != nil {
 			continue
@@ -336,11 +349,13 @@ func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
 		if !ok {
 			continue
 		}
+
 		// These addresses are hardly those of pods, which may have rules of their own. Nothing uses TCP port 1.
 		p := firewall.Packet{In: w.In, Out: w.Route.Dev, Src: prefix.Last(own).Prev(), Dst: prefix.Last(w.Subnet).Prev(), Protocol: firewall.TCP, Port: 1}
 		if w.Back {
 			p.Src, p.Dst = p.Dst, p.Src
 		}
+
 		same := func(other firewall.Packet) bool {
 			return other.In == p.In && other.Out == p.Out && other.Src.Is4() == p.Src.Is4()
 		}

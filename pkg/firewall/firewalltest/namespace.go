@@ -22,6 +22,7 @@ func Enter(t testing.TB) {
 	if os.Geteuid() != 0 {
 		t.Fatal("this test makes network namespaces: run it as root")
 	}
+
 	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 	if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS | unix.CLONE_NEWNET); err != nil {
 		t.Fatal("unshare: ", err)
@@ -65,6 +66,7 @@ func Ruleset(t testing.TB) map[string]string {
 			table = strings.TrimPrefix(name, "table ")
 			chain = ""
 			ruleset[table] = ""
+
 		case strings.HasPrefix(line, "\tchain "):
 			chain = table + " " + strings.TrimPrefix(name, "\tchain ")
 			ruleset[chain] = ""

@@ -110,6 +110,7 @@ func (f Flavour) damage(t *testing.T) {
 	for name := range f.Damage {
 		names = append(names, name)
 	}
+
 	slices.Sort(names)
 	for _, name := range names {
 		t.Run(name, func(t *testing.T) {
@@ -123,6 +124,7 @@ func (f Flavour) damage(t *testing.T) {
 			if f.listed(t) == want {
 				t.Fatal("the script has no effect")
 			}
+
 			expect(t, a, Guarded(), true)
 			f.same(t, "after the repair", want)
 			expect(t, a, Guarded(), false)
@@ -153,6 +155,7 @@ func (f Flavour) transitions(t *testing.T) {
 	protocols.Networks[0].HostsInside = true
 	policies := []firewall.Policy{plain, masqueradeOnly, forwardOnly, fixedPorts, exceptions, moved, single, Guarded(), protocols}
 	a := f.New()
+
 	// iptables keeps an empty table, and lists tables in the order of their creation. So
 	// all tables are created before the first listing.
 	expect(t, a, Guarded(), true)
@@ -163,6 +166,7 @@ func (f Flavour) transitions(t *testing.T) {
 		want[i] = f.listed(t)
 		expect(t, a, Policy().Cleanup(), true)
 	}
+
 	for i := range policies {
 		for j := range policies {
 			if _, err := a.Apply(t.Context(), policies[i]); err != nil {

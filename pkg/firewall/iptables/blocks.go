@@ -23,6 +23,7 @@ func Blocks(ctx context.Context, packets []firewall.Packet) (blocks []firewall.B
 		if len(of) == 0 {
 			continue
 		}
+
 		for _, v := range Present(f) {
 			text, err := save(ctx, v, f)
 			if err != nil {
@@ -57,6 +58,7 @@ func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 	if p.Out == "" {
 		last = "INPUT"
 	}
+
 	for _, at := range [][2]string{{"raw", "PREROUTING"}, {"mangle", "PREROUTING"}, {"mangle", last}, {"filter", last}} {
 		table := at[0]
 		hook := at[1]
@@ -100,6 +102,7 @@ func meets(c condition, p firewall.Packet) answer {
 			return unknown
 		}
 		return is(number == p.Protocol)
+
 	case "--dport":
 		low, high, ranged := strings.Cut(c.value, ":")
 		if !ranged {
@@ -111,11 +114,13 @@ func meets(c condition, p firewall.Packet) answer {
 			return unknown
 		}
 		return is(uint64(p.Port) >= from && uint64(p.Port) <= to)
+
 	case "--dports":
 		if strings.Contains(c.value, ":") {
 			return unknown
 		}
 		return is(slices.Contains(strings.Split(c.value, ","), fmt.Sprint(p.Port)))
+
 	case "--ctstate", "--state":
 		return is(slices.Contains(strings.Split(c.value, ","), "NEW"))
 	case "--mark":
@@ -124,6 +129,7 @@ func meets(c condition, p firewall.Packet) answer {
 			return no
 		}
 		return unknown
+
 	case "--dst-type":
 		return is(c.value == "UNICAST" || c.value == "LOCAL" && p.Out == "")
 	case "--comment":

@@ -86,6 +86,7 @@ func (c chooser) choose(ctx context.Context) (v Variant, because string, err err
 			return Default, "", err
 		}
 	}
+
 	for _, names := range hints() {
 		for _, v := range []Variant{NFT, Legacy} {
 			if i := slices.IndexFunc(names, func(name string) bool { return slices.Contains(hinted[v], name) }); i >= 0 {
@@ -93,12 +94,14 @@ func (c chooser) choose(ctx context.Context) (v Variant, because string, err err
 			}
 		}
 	}
+
 	for _, v := range []Variant{NFT, Legacy} {
 		err := c.each(ctx, v, append(Tables(), "raw"), nil, func(d dump) { rules[v] += foreign(d) })
 		if err != nil {
 			return Default, "", err
 		}
 	}
+
 	switch nft, legacy := rules[NFT], rules[Legacy]; {
 	case nft > legacy:
 		return NFT, fmt.Sprintf("rules of others: %d there, %d in legacy", nft, legacy), nil
@@ -121,6 +124,7 @@ func (c chooser) each(ctx context.Context, v Variant, tables, args []string, tak
 			if !there {
 				continue
 			}
+
 			text, err := c.save(ctx, v, f, args...)
 			if err != nil && !errors.Is(err, ErrMissing) {
 				return err
@@ -137,6 +141,7 @@ func foreign(d dump) (n int) {
 	ours := func(chain string) bool {
 		return slices.ContainsFunc(firewall.Chains(), func(c firewall.Chain) bool { return placeOf(c).chain == chain })
 	}
+
 	for _, chains := range d {
 		for chain, rules := range chains {
 			for _, r := range rules {

@@ -67,6 +67,7 @@ func (c chains) follow(name string, meets meetsFunc, through []string) (o outcom
 	if slices.Contains(through, name) {
 		return o
 	}
+
 	for _, r := range c[name] {
 		_, jump := c[r.target]
 		met := meets.all(r)
@@ -77,6 +78,7 @@ func (c chains) follow(name string, meets meetsFunc, through []string) (o outcom
 			o.doubtful = o.doubtful || jump || r.target == "ACCEPT" || r.target == "RETURN"
 			continue
 		}
+
 		switch r.target {
 		case "ACCEPT":
 			return outcome{yes, name, r, o.doubtful}
@@ -85,6 +87,7 @@ func (c chains) follow(name string, meets meetsFunc, through []string) (o outcom
 		case "RETURN":
 			return o
 		}
+
 		inner := c.follow(r.target, meets, append(through, name))
 		inner.doubtful = inner.doubtful || o.doubtful
 		if inner.verdict != unknown {

@@ -58,12 +58,14 @@ func (c corrector) readMissing(ctx context.Context, f prefix.Family, d dump) (hi
 			texts[p.table] = ""
 		}
 	}
+
 	for _, chain := range firewall.Chains() {
 		p := placeOf(chain)
 		before, missing := texts[p.table]
 		if !missing {
 			continue
 		}
+
 		text, err := c.list(ctx, f, p)
 		if err != nil {
 			delete(texts, p.table) // also for its other chains
@@ -73,6 +75,7 @@ func (c corrector) readMissing(ctx context.Context, f prefix.Family, d dump) (hi
 		}
 		texts[p.table] = before + text
 	}
+
 	for table, text := range texts {
 		d[table] = parseSave("*" + table + "\n" + text)[table]
 		if text != "" {
@@ -139,6 +142,7 @@ func (s resolver) resolve(chain string) error {
 	if chain == s.chain || s.seen[chain] {
 		return nil
 	}
+
 	s.seen[chain] = true
 	targets, exists, err := s.targets(s.family, s.table, chain)
 	if err != nil || !exists {
@@ -155,6 +159,7 @@ func (s resolver) resolve(chain string) error {
 		case r.target == s.chain:
 			r.spec = s.jump()
 		}
+
 		rules[i] = r
 		if r.always {
 			if err := s.resolve(r.target); err != nil {

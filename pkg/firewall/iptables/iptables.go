@@ -64,6 +64,7 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 	if a.programs.variant == Legacy && nothing() {
 		return false, nil
 	}
+
 	k, err := a.programs.kind(ctx, f)
 	if errors.Is(err, ErrMissing) && !wanted {
 		return false, nil
@@ -81,10 +82,12 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 		}
 		table = firewall.TableOf(f, policies...)
 	}
+
 	program := a.programs.variant.Program(f)
 	if a.trusted[f].rests(table) {
 		return false, nil
 	}
+
 	delete(a.trusted, f)
 	have, hidden, cost, err := a.read(ctx, f, k)
 	if err != nil {
@@ -93,6 +96,7 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 	if have == nil {
 		return false, err
 	}
+
 	script := plan(have, table)
 	if script == "" {
 		if err == nil && !k.nft {
@@ -100,6 +104,7 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 		}
 		return false, err
 	}
+
 	args := []string{"--noflush"}
 	if k.wait {
 		args = append(args, fmt.Sprintf("--wait=%d", lockWait))

@@ -57,15 +57,18 @@ func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
 			rules[i] = &r
 		}
 	}
+
 	a := t.Arrange(c, rules)
 	p.wanted = !a.Empty()
 	if p.wanted && exists && a.Exact || !p.wanted && !exists {
 		return
 	}
+
 	p.add(":%s - [0:0]", p.chain)
 	for _, r := range a.Common {
 		p.add("-A %s %s", p.chain, p.render(r))
 	}
+
 	for _, i := range a.Others {
 		p.add("-A %s %s", p.chain, have[i].spec)
 	}
@@ -108,6 +111,7 @@ func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 			rest = append(rest, h)
 		}
 	}
+
 	lo, hi := p.room(rest)
 	inPlace := jumps == 1 && right && lo <= at && at <= hi
 	if !p.wanted || !inPlace {
@@ -117,6 +121,7 @@ func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 			}
 		}
 	}
+
 	switch {
 	case !p.wanted || inPlace:
 	case hi == len(rest):

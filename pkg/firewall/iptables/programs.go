@@ -94,6 +94,7 @@ func (p *Programs) kind(ctx context.Context, f prefix.Family) (kind, error) {
 	if known {
 		return k, nil
 	}
+
 	k, err := p.variant.probe(ctx, f)
 	if err == nil {
 		p.mu.Lock()

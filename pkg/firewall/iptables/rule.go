@@ -66,6 +66,7 @@ func (p place) render(r firewall.Rule) string {
 		}
 		fmt.Fprintf(&b, "%s %s ", flag, m.Prefix)
 	}
+
 	match("-s", r.Src)
 	match("-d", r.Dst)
 	if r.Payload.Protocol != 0 {
@@ -110,6 +111,7 @@ func parse(spec string) (r firewall.Rule, comment string, ok bool) {
 		words = words[1:]
 		return w
 	}
+
 	for ok && len(words) > 0 {
 		w := next()
 		not := false
@@ -117,6 +119,7 @@ func parse(spec string) (r firewall.Rule, comment string, ok bool) {
 			w = next()
 			not = true
 		}
+
 		switch {
 		case w == "-s":
 			r.Src, ok = match(next(), not)
@@ -214,6 +217,7 @@ func split(line string) (words []string, ok bool) {
 			line = rest
 			continue
 		}
+
 		var w strings.Builder
 		i := 1
 		for ; i < len(line) && line[i] != '"'; i++ {

@@ -51,6 +51,7 @@ func leadsTo(spec string) (target string, always bool) {
 	if !ok {
 		return "", false
 	}
+
 	always = true
 	for i := 0; i < len(words); i++ {
 		switch {
@@ -79,6 +80,7 @@ func (c chains) blocksAll(r rule, seen map[string]bool) bool {
 	if seen[r.target] {
 		return false
 	}
+
 	seen[r.target] = true
 	for _, inner := range c[r.target] {
 		if inner.always && (inner.target == "RETURN" || inner.target == "ACCEPT") {

@@ -44,6 +44,7 @@ func Blocks(packets []firewall.Packet) (blocks []firewall.Block, err error) {
 			if !f.passes(base) || ofIPTables(base.Table) || base.Table.Name == dockerTable {
 				continue
 			}
+
 			o, err := f.follow(base, 0)
 			if err != nil {
 				return blocks, err
@@ -121,6 +122,7 @@ func (f follower) follow(c *nftables.Chain, depth int) (o outcome, err error) {
 	if err != nil || depth > maxDepth {
 		return o, err
 	}
+
 	for _, r := range rules {
 		v, certain, err := f.apply(r)
 		if err != nil {
@@ -133,6 +135,7 @@ func (f follower) follow(c *nftables.Chain, depth int) (o outcome, err error) {
 			o.doubtful = o.doubtful || v.Kind != expr.VerdictDrop
 			continue
 		}
+
 		switch v.Kind {
 		case expr.VerdictAccept:
 			return outcome{accepted, c.Name, "", o.doubtful}, nil
@@ -182,6 +185,7 @@ func (f follower) apply(r *nftables.Rule) (v *expr.Verdict, certain bool, err er
 			if e.Key == expr.CtKeySTATE {
 				registers[e.Register] = binary.NativeEndian.AppendUint32(nil, expr.CtStateBitNEW)
 			}
+
 		case *expr.Payload:
 			registers[e.DestRegister] = f.payload(e)
 		case *expr.Bitwise:
@@ -192,6 +196,7 @@ func (f follower) apply(r *nftables.Rule) (v *expr.Verdict, certain bool, err er
 			have := registers[e.Register]
 			known = have != nil
 			met = known && (bytes.Compare(have, e.FromData) >= 0 && bytes.Compare(have, e.ToData) <= 0) == (e.Op == expr.CmpOpEq)
+
 		case *expr.Lookup:
 			elements, interval, err := f.elements(r.Table, e.SetName)
 			if err != nil {
@@ -222,6 +227,7 @@ func (f follower) meta(key expr.MetaKey) []byte {
 		copy(b, device)
 		return b
 	}
+
 	switch key {
 	case expr.MetaKeyIIFNAME:
 		return name(f.packet.In)
@@ -234,6 +240,7 @@ func (f follower) meta(key expr.MetaKey) []byte {
 			return []byte{unix.NFPROTO_IPV4}
 		}
 		return []byte{unix.NFPROTO_IPV6}
+
 	case expr.MetaKeyPROTOCOL:
 		if f.packet.Src.Is4() {
 			return binary.BigEndian.AppendUint16(nil, unix.ETH_P_IP)
@@ -290,6 +297,7 @@ func compare(e *expr.Cmp, have []byte) (met, known bool) {
 	if have == nil || len(have) < len(e.Data) {
 		return false, false
 	}
+
 	order := bytes.Compare(have[:len(e.Data)], e.Data)
 	switch e.Op {
 	case expr.CmpOpEq:
@@ -333,6 +341,7 @@ func search(elements []nftables.SetElement, interval bool, key []byte) (found *n
 	if key == nil {
 		return nil, false
 	}
+
 	for i, e := range elements {
 		switch {
 		case len(e.Key) != len(key) || e.KeyEnd != nil:

@@ -80,6 +80,7 @@ func (c *conn) get(typ uint16, flags netlink.HeaderFlags, attrs []byte, take fun
 	case err != nil:
 		return err
 	}
+
 	for _, m := range answers {
 		if m.Header.Flags&netlink.DumpInterrupted != 0 {
 			return errRaced
@@ -138,6 +139,7 @@ func (c *conn) commit(generation uint32, changes []netlink.Message) error {
 		data := append([]byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}, attrs...)
 		return netlink.Message{Header: netlink.Header{Type: typ, Flags: netlink.Request}, Data: data}
 	}
+
 	begin := limit(unix.NFNL_MSG_BATCH_BEGIN, attributes(func(ae *netlink.AttributeEncoder) {
 		ae.Uint32(unix.NFNL_BATCH_GENID, generation)
 	}))
@@ -145,6 +147,7 @@ func (c *conn) commit(generation uint32, changes []netlink.Message) error {
 	if _, err := c.nl.SendMessages(slices.Concat([]netlink.Message{begin}, changes, []netlink.Message{limit(unix.NFNL_MSG_BATCH_END, nil)})); err != nil {
 		return err
 	}
+
 	for {
 		answers, err := c.nl.Receive()
 		if errors.Is(err, unix.ERESTART) {

@@ -47,6 +47,7 @@ func (c *conn) docker(f prefix.Family, b firewall.DockerBridge) (cut firewall.Do
 	cut.Direct = slices.ContainsFunc(raw, func(r dockerRule) bool {
 		return r.Name == "DROP" && r.dst.IsValid() && b.Subnet.Contains(r.dst) && !r.trusts
 	})
+
 	forward, err := c.dockerRules(f, dockerForward+b.Name)
 	if err != nil {
 		return cut, err
@@ -84,12 +85,14 @@ func readDockerRule(f prefix.Family, raw []byte) dockerRule {
 			if expr.Unmarshal(protocol(f), data, &e) == nil && e.Key == expr.MetaKeyMARK {
 				r.mark = true
 			}
+
 		case "lookup":
 			r.trusts = true
 		case "payload":
 			var e expr.Payload
 			destination = expr.Unmarshal(protocol(f), data, &e) == nil && e.Base == expr.PayloadBaseNetworkHeader &&
 				e.Offset == headerOf(f).dst && e.Len == headerOf(f).length
+
 		case "cmp":
 			var e expr.Cmp
 			if destination && expr.Unmarshal(protocol(f), data, &e) == nil && e.Op == expr.CmpOpEq {

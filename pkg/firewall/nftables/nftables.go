@@ -151,16 +151,19 @@ func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 		case a.Empty():
 			continue
 		}
+
 		wanted = true
 		if a.Exact && there.exists && there.right {
 			continue
 		}
+
 		of, err := c.planChain(t, chain, there, a)
 		if err != nil {
 			return nil, err
 		}
 		changes = append(changes, of...)
 	}
+
 	switch {
 	case wanted && !have.exists:
 		changes = append([]netlink.Message{c.newTable(t)}, changes...)
@@ -184,6 +187,7 @@ func (c *conn) planChain(t firewall.Table, chain firewall.Chain, there chainStat
 	if rebuild || !there.exists {
 		changes = append(changes, c.newChain(t, chain))
 	}
+
 	keep := map[int]bool{}
 	for _, i := range a.Others {
 		keep[i] = true
@@ -191,11 +195,13 @@ func (c *conn) planChain(t firewall.Table, chain firewall.Chain, there chainStat
 			changes = append(changes, c.newRule(t, chain, there.rules[i].raw, netlink.Append))
 		}
 	}
+
 	for i, r := range there.rules {
 		if !keep[i] && !rebuild {
 			changes = append(changes, c.delRule(t, chain, r.handle))
 		}
 	}
+
 	for _, r := range a.Common { // without Append a rule is added at the head
 		raw, err := encode(t.Family, r)
 		if err != nil {
@@ -203,6 +209,7 @@ func (c *conn) planChain(t firewall.Table, chain firewall.Chain, there chainStat
 		}
 		changes = append(changes, c.newRule(t, chain, raw, 0))
 	}
+
 	for _, r := range a.Own {
 		raw, err := encode(t.Family, r)
 		if err != nil {

@@ -40,6 +40,7 @@ func encode(f prefix.Family, r firewall.Rule) ([]byte, error) {
 			&expr.Cmp{Op: expr.CmpOpEq, Register: register, Data: mark},
 		)
 	}
+
 	h := headerOf(f)
 	exprs = append(exprs, match(h.src, h.length, r.Src)...)
 	exprs = append(exprs, match(h.dst, h.length, r.Dst)...)
@@ -54,6 +55,7 @@ func encode(f prefix.Family, r firewall.Rule) ([]byte, error) {
 	case firewall.Masquerade, firewall.MasqueradeRandom:
 		exprs = append(exprs, &expr.Masq{FullyRandom: r.Action == firewall.MasqueradeRandom})
 	}
+
 	var list []netlink.Attribute
 	for _, e := range exprs {
 		b, err := expr.Marshal(protocol(f), e)
@@ -69,6 +71,7 @@ func match(offset, length uint32, m firewall.Match) []expr.Any {
 	if !m.Prefix.IsValid() {
 		return nil
 	}
+
 	exprs := []expr.Any{&expr.Payload{
 		DestRegister: register, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: length,
 	}}
@@ -78,6 +81,7 @@ func match(offset, length uint32, m firewall.Match) []expr.Any {
 			Mask: mask(m.Prefix.Bits(), int(length)), Xor: make([]byte, length),
 		})
 	}
+
 	op := expr.CmpOpEq
 	if m.Not {
 		op = expr.CmpOpNeq
@@ -130,6 +134,7 @@ func eachExpression(raw []byte, take func(name string, data []byte) bool) error 
 	if err != nil {
 		return err
 	}
+
 	for ad.Next() {
 		var name string
 		var data []byte
@@ -172,6 +177,7 @@ func (d *decoding) take(name string, data []byte) bool {
 	if d.rule.Action != 0 {
 		return false // the rule has ended already
 	}
+
 	read := func(e expr.Any) bool { return expr.Unmarshal(protocol(d.family), data, e) == nil }
 	idle := d.idle()
 	switch name {
@@ -183,10 +189,12 @@ func (d *decoding) take(name string, data []byte) bool {
 		d.mark = e.Key == expr.MetaKeyMARK
 		d.protocol = e.Key == expr.MetaKeyL4PROTO
 		return d.mark || d.protocol
+
 	case "payload":
 		var e expr.Payload
 		d.payload = &e
 		return idle && read(&e) && (e.Base == expr.PayloadBaseNetworkHeader || d.readsPort(e))
+
 	case "bitwise":
 		var e expr.Bitwise
 		if idle || d.mask != nil || !read(&e) || bytes.ContainsFunc(e.Xor, func(b rune) bool { return b != 0 }) {
@@ -194,12 +202,14 @@ func (d *decoding) take(name string, data []byte) bool {
 		}
 		d.mask = e.Mask
 		return true
+
 	case "cmp":
 		var e expr.Cmp
 		return !idle && read(&e) && d.compare(e)
 	case "immediate":
 		d.rule.Action = verdict(data)
 		return idle && d.rule.Action != 0
+
 	case "masq":
 		var e expr.Masq
 		if !idle || !read(&e) || e.Random || e.Persistent || e.ToPorts {
@@ -226,6 +236,7 @@ func (d *decoding) compare(e expr.Cmp) bool {
 		d.mask = nil
 		return d.rule.Marked
 	}
+
 	equal := e.Op == expr.CmpOpEq && d.mask == nil
 	if d.protocol {
 		ok := equal && len(e.Data) == 1 && d.rule.Payload == firewall.Payload{}
@@ -243,12 +254,14 @@ func (d *decoding) compare(e expr.Cmp) bool {
 		}
 		return ok
 	}
+
 	h := headerOf(d.family)
 	address := make([]byte, h.length)
 	ones := 8 * int(d.payload.Len)
 	if d.payload.Len > h.length || len(e.Data) != int(d.payload.Len) {
 		return false
 	}
+
 	copy(address, e.Data)
 	if d.mask != nil {
 		ones = 0
@@ -259,12 +272,14 @@ func (d *decoding) compare(e expr.Cmp) bool {
 			return false
 		}
 	}
+
 	a, _ := netip.AddrFromSlice(address)
 	m := firewall.Match{Prefix: netip.PrefixFrom(a, ones).Masked(), Not: e.Op == expr.CmpOpNeq}
 	to := &d.rule.Src
 	if d.payload.Offset == h.dst {
 		to = &d.rule.Dst
 	}
+
 	ok := (e.Op == expr.CmpOpEq || m.Not) && (d.payload.Offset == h.src || d.payload.Offset == h.dst) && !to.Prefix.IsValid()
 	*to = m
 	d.payload = nil
@@ -287,6 +302,7 @@ func verdict(data []byte) (a firewall.Action) {
 	if len(data) != 4 {
 		return 0
 	}
+
 	switch int32(binary.BigEndian.Uint32(data)) {
 	case unix.NFT_RETURN:
 		return firewall.Return

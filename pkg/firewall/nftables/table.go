@@ -51,6 +51,7 @@ func (c *conn) table(name string) (table, error) {
 	if err != nil || !t.exists {
 		return t, err
 	}
+
 	for _, chain := range firewall.Chains() {
 		if t.ours[chain], err = c.chain(name, chain); err != nil {
 			return t, err
@@ -66,6 +67,7 @@ func (c *conn) chain(table string, chain firewall.Chain) (chainState, error) {
 		ae.String(unix.NFTA_CHAIN_TABLE, table)
 		ae.String(unix.NFTA_CHAIN_NAME, want.name)
 	})
+
 	err := c.get(unix.NFT_MSG_GETCHAIN, 0, attrs, func(ad *netlink.AttributeDecoder) error {
 		s.exists = true
 		is := spec{name: want.name, comment: want.comment}

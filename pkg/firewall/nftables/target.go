@@ -46,6 +46,7 @@ func (c *conn) targets(f prefix.Family, table, chain string) (targets []Target, 
 		ae.String(unix.NFTA_CHAIN_TABLE, table)
 		ae.String(unix.NFTA_CHAIN_NAME, chain)
 	})
+
 	err = c.get(unix.NFT_MSG_GETCHAIN, 0, attrs, func(*netlink.AttributeDecoder) error {
 		exists = true
 		return nil
@@ -109,6 +110,7 @@ func verdictTarget(data []byte) (target string, ok bool) {
 	if len(code) != 4 {
 		return "", false // the expression loads a register
 	}
+
 	switch int32(binary.BigEndian.Uint32(code)) {
 	case nfDrop:
 		return "DROP", true

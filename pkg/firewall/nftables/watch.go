@@ -66,6 +66,7 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 	}
 	defer context.AfterFunc(ctx, func() { _ = nl.SetReadDeadline(time.Unix(1, 0)) })()
 	wake()
+
 	for ctx.Err() == nil {
 		messages, err := nl.Receive()
 		switch {
@@ -77,6 +78,7 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 		case !slices.ContainsFunc(messages, func(m netlink.Message) bool { return concerns(m, places) }):
 			continue
 		}
+
 		wake()
 		_ = wait.For(ctx, quiet) // the loop notices the end of ctx
 		if backlog(ctx, nl, places) {
@@ -102,6 +104,7 @@ func backlog(ctx context.Context, nl *netlink.Conn, places []firewall.Place) (co
 		}
 		concerned = concerned || lost || slices.ContainsFunc(messages, func(m netlink.Message) bool { return concerns(m, places) })
 	}
+
 	// Remove the deadline. If ctx has ended by now, listen returns. If ctx ends later, listen sets
 	// a deadline again.
 	_ = nl.SetReadDeadline(time.Time{})
@@ -126,6 +129,7 @@ func concerns(m netlink.Message, places []firewall.Place) bool {
 	if uint16(m.Header.Type)>>8 != unix.NFNL_SUBSYS_NFTABLES || len(m.Data) < 4 {
 		return false
 	}
+
 	ad, err := decoder(m.Data[4:])
 	if err != nil {
 		return false

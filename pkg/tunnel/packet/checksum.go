@@ -26,15 +26,18 @@ func sum(b []byte, partial uint64) uint64 {
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[56:]), carry)
 		carries += carry // counted separately, so that the next block does not depend on this carry
 	}
+
 	s, carry = bits.Add64(s, carries, 0)
 	for ; len(b) >= 8; b = b[8:] {
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b), carry)
 	}
+
 	var rest uint64
 	if len(b) >= 4 {
 		rest = uint64(binary.LittleEndian.Uint32(b)) << 32
 		b = b[4:]
 	}
+
 	switch len(b) {
 	case 3:
 		rest += uint64(b[2])<<16 | uint64(binary.LittleEndian.Uint16(b))
@@ -43,6 +46,7 @@ func sum(b []byte, partial uint64) uint64 {
 	case 1:
 		rest += uint64(b[0])
 	}
+
 	s, carry = bits.Add64(s, rest, carry)
 	s, carry = bits.Add64(s, 0, carry)
 	return s + carry

@@ -14,6 +14,7 @@ func Fragment(buf, b []byte, h Header, mtu int, emit func([]byte)) bool {
 	if h.DontFragment || room <= 0 {
 		return false
 	}
+
 	const moreFragments, offsetMask = 0x2000, 0x1fff
 	field := binary.BigEndian.Uint16(b[6:])
 	base := field & offsetMask
@@ -30,6 +31,7 @@ func Fragment(buf, b []byte, h Header, mtu int, emit func([]byte)) bool {
 		if at > h.Len {
 			dropOptions(f[header4:h.Len])
 		}
+
 		binary.BigEndian.PutUint16(f[6:], field)
 		setTotal(f, false)
 		emit(f)

@@ -45,6 +45,7 @@ func (e ICMPError) Write(dst, b []byte, h Header, src netip.Addr, mtu int) []byt
 	if icmp := h.Protocol == protoICMP || h.Protocol == protoICMPv6; icmp && (e == Unreachable || h.Total <= h.Len || isError(b[h.Len], h.IPv6)) {
 		return nil
 	}
+
 	f := icmpFormatOf(h.IPv6)
 	quote := b[:min(h.Total, h.Len+f.quoted)]
 	dst = dst[:f.header+icmpHeader+len(quote)]
@@ -61,6 +62,7 @@ func (e ICMPError) Write(dst, b []byte, h Header, src netip.Addr, mtu int) []byt
 	if e == TooBig {
 		binary.BigEndian.PutUint32(m[4:], uint32(max(mtu, f.minMTU)))
 	}
+
 	copy(m[icmpHeader:], quote)
 	partial := uint64(0)
 	if h.IPv6 {

@@ -87,6 +87,7 @@ func parse4(b []byte) (Header, Fault) {
 		Len: int(b[0]&0xf) * 4, Total: int(binary.BigEndian.Uint16(b[2:])), Protocol: b[9], TTL: b[8],
 		DontFragment: frag&dontFragment != 0, Fragment: frag&(moreFragments|offset) != 0, LaterFragment: frag&offset != 0,
 	}
+
 	switch {
 	case h.Len < header4 || h.Total < h.Len:
 		return h, BadHeader
@@ -100,11 +101,13 @@ func parse6(b []byte) (Header, Fault) {
 	if len(b) < header6 {
 		return Header{}, Truncated
 	}
+
 	h := Header{
 		Src: netip.AddrFrom16([16]byte(b[8:24])), Dst: netip.AddrFrom16([16]byte(b[24:40])),
 		Len: header6, Total: header6 + int(binary.BigEndian.Uint16(b[4:])), Protocol: b[6], TTL: b[7],
 		IPv6: true, DontFragment: true,
 	}
+
 	switch {
 	case h.Src.Is4In6() || h.Dst.Is4In6(): // such addresses must not be used on a network
 		return h, BadHeader
@@ -137,6 +140,7 @@ func DecrementTTL(b []byte) bool {
 	if b[8] <= 1 {
 		return false
 	}
+
 	b[8]--
 	// A header word that decreases by 0x100 increases the checksum by the same amount.
 	c := uint32(binary.BigEndian.Uint16(b[10:])) + 0x100

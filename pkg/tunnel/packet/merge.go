@@ -42,6 +42,7 @@ func (m *Merger) Begin(buf []byte, start, end int, h Header) {
 	if !plain || h.Fragment {
 		return
 	}
+
 	m.tcp = h.Protocol == protoTCP
 	m.ipv6 = h.IPv6
 	m.transport = h.Len
@@ -49,6 +50,7 @@ func (m *Merger) Begin(buf []byte, start, end int, h Header) {
 	if !wanted {
 		return
 	}
+
 	b := buf[start:end]
 	if n := transportLen(b[h.Len:], m.tcp); n != 0 && h.Len+n < len(b) && m.mergeable(b[h.Len:]) {
 		m.headers = h.Len + n
@@ -90,10 +92,12 @@ func (m *Merger) Add(start, end int) bool {
 		!m.verify(b):
 		return false
 	}
+
 	push := m.tcp && b[m.transport+13]&flagPSH != 0
 	if push {
 		a[m.transport+13] |= flagPSH
 	}
+
 	m.end += copy(m.buf[m.end:], b[m.headers:])
 	m.count++
 	m.full = push || size < m.size
@@ -121,6 +125,7 @@ func (m *Merger) continues(a, b []byte) bool {
 			return false // splitting would change the identification, which receivers of fragments need
 		}
 	}
+
 	x := a[m.transport:]
 	y := b[m.transport:]
 	if [4]byte(x) != [4]byte(y) {
@@ -129,6 +134,7 @@ func (m *Merger) continues(a, b []byte) bool {
 	if !m.tcp {
 		return int(binary.BigEndian.Uint16(y[4:])) == len(y) && binary.BigEndian.Uint16(y[udpChecksum:]) != 0
 	}
+
 	n := m.headers - m.transport
 	return binary.BigEndian.Uint32(y[4:]) == binary.BigEndian.Uint32(x[4:])+uint32(m.count*m.size) &&
 		[4]byte(x[8:]) == [4]byte(y[8:]) && x[12] == y[12] && y[13]&^flagPSH == flagACK &&
@@ -156,10 +162,12 @@ func (m *Merger) Finish() (b []byte, count int) {
 		Offload{}.Encode(b)
 		return b, 1
 	}
+
 	o := Offload{
 		flags: needsChecksum, gso: gsoUDP, headerLen: uint16(m.headers), size: uint16(m.size),
 		checksumStart: uint16(m.transport), checksumOffset: udpChecksum,
 	}
+
 	protocol := uint8(protoUDP)
 	p := b[OffloadLen:]
 	setTotal(p, m.ipv6)
@@ -174,6 +182,7 @@ func (m *Merger) Finish() (b []byte, count int) {
 	} else {
 		binary.BigEndian.PutUint16(t[4:], uint16(len(t)))
 	}
+
 	o.Encode(b)
 	binary.BigEndian.PutUint16(t[o.checksumOffset:], fold(pseudo(p, m.ipv6, protocol, len(t))))
 	return b, m.count

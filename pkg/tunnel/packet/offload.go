@@ -61,11 +61,13 @@ func (o Offload) Complete(b []byte) bool {
 	if o.flags&needsChecksum == 0 {
 		return true
 	}
+
 	start := int(o.checksumStart)
 	at := int(o.checksumStart) + int(o.checksumOffset)
 	if start < header4 || at+2 > len(b) {
 		return false
 	}
+
 	// The field contains the sum of the pseudo-header already.
 	c := ^fold(sum(b[start:], 0))
 	if o.checksumOffset == udpChecksum {
@@ -132,12 +134,14 @@ func (o Offload) Split(b []byte, h Header) (Segments, bool) {
 	if o.flags&needsChecksum == 0 || s.size == 0 || s.transport < h.Len || s.transport > len(s.packet) {
 		return s, false
 	}
+
 	n := transportLen(s.packet[s.transport:], s.tcp)
 	s.headers = s.transport + n
 	payload := len(s.packet) - s.headers
 	if n == 0 || payload <= 0 {
 		return s, false
 	}
+
 	s.count = (payload + s.size - 1) / s.size
 	s.addHeaders(h.Len)
 	return s, true
@@ -150,6 +154,7 @@ func (s *Segments) addHeaders(n int) {
 	if !s.ipv6 {
 		s.ipSum = swap(fold(headerSum(ip))) + without(ip, 2, 4, 10) // length, identification and checksum differ
 	}
+
 	// The checksum field contains the sum of the pseudo-header of the super-packet. Only
 	// the length differs for each packet. Recomputing it from the IP header would be
 	// wrong if a routing header contains the real destination.
@@ -191,6 +196,7 @@ func (s Segments) Write(dst []byte, i int) {
 		binary.BigEndian.PutUint16(dst[4:], number)
 		binary.BigEndian.PutUint16(dst[10:], ^fold(s.ipSum+swap(total)+swap(number)))
 	}
+
 	t := dst[s.transport:]
 	c := s.transportSum + swap(uint16(len(t)))
 	if !s.tcp {
@@ -199,6 +205,7 @@ func (s Segments) Write(dst []byte, i int) {
 		binary.BigEndian.PutUint16(t[udpChecksum:], nonzero(^fold(c)))
 		return
 	}
+
 	sequence := binary.BigEndian.Uint32(s.packet[s.transport+4:]) + uint32(i*s.size)
 	flags := binary.BigEndian.Uint16(s.packet[s.transport+12:]) // the same word contains the length of the header
 	const fin, psh, cwr = 0x01, 0x08, 0x80
@@ -208,6 +215,7 @@ func (s Segments) Write(dst []byte, i int) {
 	if i > 0 {
 		flags &^= cwr
 	}
+
 	binary.BigEndian.PutUint32(t[4:], sequence)
 	binary.BigEndian.PutUint16(t[12:], flags)
 	c = sum(payload, c+swap(uint16(sequence>>16))+swap(uint16(sequence))+swap(flags))

@@ -16,6 +16,7 @@ func Eventually(tb testing.TB, limit time.Duration, what string, check func() er
 	deadline := time.Now().Add(limit)
 	tick := time.NewTicker(max(limit/1000, 5*time.Millisecond))
 	defer tick.Stop()
+
 	for {
 		err := check()
 		if err == nil {

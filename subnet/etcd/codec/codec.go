@@ -62,10 +62,12 @@ func parseSubnet(f prefix.Family, text string) (netip.Prefix, error) {
 	fail := func() (netip.Prefix, error) {
 		return netip.Prefix{}, fmt.Errorf("%q is not a subnet key (want for example 10.5.1.0-24 or 10.5.1.0-24&fd00:0:0:1::-64)", subnet.Shorten(text))
 	}
+
 	addr, length, ok := strings.Cut(text, "-")
 	if !ok || strings.ToLower(addr) != addr || strings.Contains(addr, "%") {
 		return fail()
 	}
+
 	a, err := netip.ParseAddr(addr)
 	if err != nil || prefix.FamilyOf(a) != f || a.Is4In6() {
 		return fail()
@@ -110,6 +112,7 @@ func Encode(c subnet.Claim) ([]byte, error) {
 		w.BackendV6Data = e.Data
 		w.NextBackendV6Data = e.NextData
 	}
+
 	value, err := json.Marshal(w)
 	if err != nil {
 		return nil, fmt.Errorf("encode lease: %w", err)
@@ -126,17 +129,20 @@ func Decode(subnets []netip.Prefix, value []byte) (c subnet.Claim, err error) {
 	if len(value) > maxValue {
 		return subnet.Claim{}, fmt.Errorf("value has %d bytes (at most %d are read)", len(value), maxValue)
 	}
+
 	w, plain := decodePlain(value)
 	if !plain {
 		if w, err = decodeAny(value); err != nil {
 			return subnet.Claim{}, err
 		}
 	}
+
 	for _, word := range []string{w.BackendType, w.NextBackendType} {
 		if err := subnet.CheckType(word); err != nil {
 			return subnet.Claim{}, fmt.Errorf("backend type %q: %w", subnet.Shorten(word), err)
 		}
 	}
+
 	c = subnet.Claim{BackendType: w.BackendType, NextType: w.NextBackendType, Endpoints: make([]subnet.Endpoint, 0, len(subnets))}
 	for _, s := range subnets {
 		e := subnet.Endpoint{Subnet: s, Data: w.BackendData, NextData: w.NextBackendData}
@@ -148,6 +154,7 @@ func Decode(subnets []netip.Prefix, value []byte) (c subnet.Claim, err error) {
 			e.Data = w.BackendV6Data
 			e.NextData = w.NextBackendV6Data
 		}
+
 		e.Data, e.NextData = detached(e.Data), detached(e.NextData)
 		if e.PublicIP, err = decodeAddr(e.Family(), public); err != nil {
 			return subnet.Claim{}, fmt.Errorf("%s %w", name, err)

@@ -124,6 +124,7 @@ func Encode(c subnet.Claim) Notes {
 	if c.NextType != "" {
 		n[NextBackendType] = Note{c.NextType, true}
 	}
+
 	for _, f := range families {
 		of := Of(f)
 		e, ok := c.Endpoint(f)
@@ -179,6 +180,7 @@ func (k *Keys) Decode(n Notes, cidrs []netip.Prefix, last *subnet.Lease) (c subn
 		if !ok || !n[Of(f).Public].Present {
 			continue
 		}
+
 		e, wrong := k.endpoint(n, f, cidr)
 		if wrong == nil {
 			readable = true
@@ -190,6 +192,7 @@ func (k *Keys) Decode(n Notes, cidrs []netip.Prefix, last *subnet.Lease) (c subn
 			c.Endpoints = append(c.Endpoints, e)
 		}
 	}
+
 	switch {
 	case readable:
 		return c, err

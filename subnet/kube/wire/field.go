@@ -65,6 +65,7 @@ func fields(b []byte) iter.Seq2[field, error] {
 				yield(field{}, ErrMalformed)
 				return
 			}
+
 			rest = rest[n:]
 			if !yield(f, nil) {
 				return
@@ -153,6 +154,7 @@ func (s *stream) header() (field, error) {
 	if len(b) == 0 {
 		return field{}, err
 	}
+
 	f, n := header(b)
 	switch {
 	case n >= 0:

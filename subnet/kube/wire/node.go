@@ -64,6 +64,7 @@ func (d *Decoder) decode(b []byte, n *Node) error {
 		if err != nil {
 			return err
 		}
+
 		switch f.number {
 		case 1:
 			err = d.metadata(f.bytes, n)
@@ -85,6 +86,7 @@ func (d *Decoder) metadata(b []byte, n *Node) error {
 		if err != nil {
 			return err
 		}
+
 		switch f.number {
 		case 1:
 			n.Name = f.bytes
@@ -239,6 +241,7 @@ func (n *Node) condition(b []byte) error {
 		if err != nil {
 			return err
 		}
+
 		switch f.number {
 		case 1:
 			kind = f.bytes

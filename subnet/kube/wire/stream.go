@@ -68,6 +68,7 @@ func (d *Decoder) items(s *stream, length uint64, n *Node, meta *ListMeta, yield
 	if length > 1<<62 {
 		return false, ErrMalformed
 	}
+
 	for f, err := range s.fields(int64(length)) {
 		if err != nil {
 			return false, err
@@ -75,10 +76,12 @@ func (d *Decoder) items(s *stream, length uint64, n *Node, meta *ListMeta, yield
 		if f.kind != protowire.BytesType {
 			continue
 		}
+
 		b, err := s.take(f.value)
 		if err != nil {
 			return false, err
 		}
+
 		switch f.number {
 		case 1:
 			err = meta.decode(b)
@@ -176,6 +179,7 @@ func (d *Decoder) event(b []byte, n *Node) (Event, error) {
 			}
 		}
 	}
+
 	raw, err := unwrap(object)
 	if err != nil {
 		return Event{}, err

@@ -62,6 +62,7 @@ func decodeStatus(b []byte) (*StatusError, error) {
 		if err != nil {
 			return nil, err
 		}
+
 		switch f.number {
 		case 3:
 			e.Message = string(f.bytes)

@@ -37,6 +37,7 @@ func Sign(req *http.Request, keys access.Keys, c Call) {
 	if keys.Token != "" {
 		signed["x-acs-security-token"] = keys.Token
 	}
+
 	names := slices.Sorted(maps.Keys(signed))
 	var headers strings.Builder
 	for _, name := range names {
@@ -45,6 +46,7 @@ func Sign(req *http.Request, keys access.Keys, c Call) {
 			req.Header.Set(name, signed[name])
 		}
 	}
+
 	list := strings.Join(names, ";")
 	canonical := strings.Join([]string{req.Method, "/", req.URL.RawQuery, headers.String(), list, sum("")}, "\n")
 	mac := hmac.New(sha256.New, []byte(keys.Secret))

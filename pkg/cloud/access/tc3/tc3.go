@@ -40,6 +40,7 @@ func Sign(req *http.Request, keys access.Keys, c Call) {
 	for _, part := range []string{date, c.Service, end} {
 		key = mac(key, part)
 	}
+
 	signature := mac(key, strings.Join([]string{algorithm, stamp, scope, sum([]byte(canonical))}, "\n"))
 	req.Header.Set("X-TC-Timestamp", stamp)
 	if keys.Token != "" {

@@ -92,6 +92,7 @@ func (a API) fits(value any, kind, where string) error {
 	if members := a.Types[kind].members; members != nil {
 		return a.fitsMembers(value, members, where)
 	}
+
 	ok := true
 	text, isText := value.(string)
 	switch kind {
@@ -130,6 +131,7 @@ func (a API) fitsList(value any, item, where string) error {
 				return fmt.Errorf("%s: a list has the member %q", where, name)
 			}
 		}
+
 	case string:
 		if strings.TrimSpace(v) != "" {
 			return fmt.Errorf("%s: %q is not a list", where, v)
@@ -137,6 +139,7 @@ func (a API) fitsList(value any, item, where string) error {
 	default:
 		return fmt.Errorf("%s: %v is not a list", where, v)
 	}
+
 	for i, one := range all {
 		if err := a.fits(one, item, fmt.Sprintf("%s[%d]", where, i)); err != nil {
 			return err
@@ -149,10 +152,12 @@ func (a API) fitsMembers(value any, members map[string]string, where string) err
 	if value == nil || value == "" {
 		value = map[string]any{}
 	}
+
 	have, ok := value.(map[string]any)
 	if !ok {
 		return fmt.Errorf("%s: %v is not an object", where, value)
 	}
+
 	for name, one := range have {
 		kind, known := members[name]
 		if !known {
@@ -168,6 +173,7 @@ func (a API) fitsMembers(value any, members map[string]string, where string) err
 			return err
 		}
 	}
+
 	for name := range members {
 		if plain, required := strings.CutSuffix(name, "!"); required && have[plain] == nil {
 			return fmt.Errorf("%s: the member %q is missing", where, plain)
@@ -182,10 +188,12 @@ func (a API) CheckType(name string, t reflect.Type) error {
 	for t.Kind() == reflect.Slice || t.Kind() == reflect.Pointer {
 		t = t.Elem()
 	}
+
 	name = strings.TrimPrefix(name, "[]")
 	if t.Kind() != reflect.Struct {
 		return nil
 	}
+
 	for field := range t.Fields() {
 		tag, ok := field.Tag.Lookup("json")
 		if !ok {
@@ -194,10 +202,12 @@ func (a API) CheckType(name string, t reflect.Type) error {
 		if !ok {
 			tag = field.Name
 		}
+
 		tag, _, _ = strings.Cut(tag, ",")
 		if tag == "" {
 			tag = field.Name
 		}
+
 		kind := name
 		for part := range strings.SplitSeq(tag, ">") {
 			if part == "item" {
@@ -237,6 +247,7 @@ func Form(form url.Values, without ...string) any {
 		if slices.Contains(without, key) {
 			continue
 		}
+
 		for _, part := range parts[:len(parts)-1] {
 			next, ok := at[part].(map[string]any)
 			if !ok {
@@ -276,6 +287,7 @@ func element(d *xml.Decoder) any {
 		if err != nil {
 			return err.Error()
 		}
+
 		switch one := token.(type) {
 		case xml.CharData:
 			text.Write(one)
@@ -292,6 +304,7 @@ func element(d *xml.Decoder) any {
 				all = []any{before}
 			}
 			members[name] = append(all, value)
+
 		case xml.EndElement:
 			if len(members) == 0 {
 				return text.String()

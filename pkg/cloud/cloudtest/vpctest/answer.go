@@ -57,6 +57,7 @@ func (s *State) Answer(c Call, signed Signed, f func(*View) (any, error)) (answe
 	default:
 		answer, err = f(v)
 	}
+
 	s.nonces[signed.Nonce] = true
 	if err == nil && c.DryRun {
 		err = ErrDryRun
@@ -163,6 +164,7 @@ func (v *View) Create(id string, dst netip.Prefix, target, description string) (
 	if v.dry {
 		return Route{}, nil
 	}
+
 	v.s.add(t, Route{Dst: dst, Target: target, Kind: Custom, Description: description, Changed: time.Now()})
 	v.s.remember()
 	return t.routes[len(t.routes)-1], nil
@@ -204,6 +206,7 @@ func (v *View) Replace(id, target, description string, is func(Route) bool) erro
 	if r.Target == target && len(r.More) == 0 {
 		return ErrUnchanged
 	}
+
 	for _, other := range v.s.tables[id].routes {
 		if other.Number != r.Number && other.Dst == r.Dst && other.Target == target && other.Kind == Custom {
 			return ErrExists

@@ -94,6 +94,7 @@ func Decode(t testing.TB, d *wire.Decoder, n *corev1.Node, metadata bool) *wire.
 	if metadata {
 		list = MetadataList
 	}
+
 	var meta wire.ListMeta
 	for decoded, err := range d.List(bytes.NewReader(list(t, "1", "", n)), &meta) {
 		if err != nil {
