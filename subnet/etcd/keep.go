@@ -127,8 +127,8 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 }
 
 // yieldIfOlder completes a recreate that has written this host's key as found, but failed before it
-// compared the key with those of other nodes. If another node was first, yieldIfOlder deletes the
-// own key and returns errConflict. It returns nil if found is a reservation or belongs to another
+// compared the key with those of other nodes. If another node was first, yieldIfOlder deletes this
+// host's key and returns errConflict. It returns nil if found is a reservation or belongs to another
 // node, or if it was compared before.
 func (m *Manager) yieldIfOlder(ctx context.Context, found entry) error {
 	if found.key != m.own.key || found.createRevision == m.own.create || found.leaseID == 0 {

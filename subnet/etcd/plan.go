@@ -104,8 +104,8 @@ func leaseToKeep(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken
 // node until it expires. A restored backup brings such leases back.
 //
 // A usable reservation is never outdated, because only the operator deletes it. While the node
-// runs, a lease is outdated only if the node takes subnets again and the lease is older than the
-// own lease was. A newer lease may belong to another host with the same address, and two hosts must
+// runs, a lease is outdated only if the node takes subnets again and the lease is older than this
+// host's lease was. A newer lease may belong to another host with the same address, and two hosts must
 // not delete each other's lease again and again.
 func (p plan) outdated(e entry, running ownLease) bool {
 	switch {

@@ -273,8 +273,8 @@ func TestRequestsForNodesAreSpread(t *testing.T) {
 	})
 }
 
-// TestProbe expects that a silent watch is stale only if it has not reached the last change of the
-// own Node. A stale watch is an outage, which must end with an event of that revision, and not
+// TestProbe expects that a silent watch is stale only if it has not reached the last change of this
+// host's Node. A stale watch is an outage, which must end with an event of that revision, and not
 // before.
 func TestProbe(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

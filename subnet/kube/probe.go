@@ -49,8 +49,8 @@ func (p *probe) applyEvent(ctx context.Context) {
 }
 
 // fire must be called when due has fired. If the watch has not reached the required revision, fire
-// returns an error, because the watch is stale. If it has, fire starts a goroutine that reads the
-// own Node and sends it on p.got.
+// returns an error, because the watch is stale. If it has, fire starts a goroutine that reads this
+// host's Node and sends it on p.got.
 func (p *probe) fire(ctx context.Context, wg *sync.WaitGroup) error {
 	if p.cache.revision < p.required {
 		return p.m.client.stale(p.cache.revision, p.required)
