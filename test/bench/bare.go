@@ -86,6 +86,7 @@ func (b *bed) startBare(ctx context.Context, name, config string) (pid int, stop
 		_ = cmd.Process.Kill() // the result of a killed process does not matter
 		_ = cmd.Wait()
 	}
+
 	defer context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() })() // ends the wait below, because the program may never report
 	if _, err := says.Read(make([]byte, 1)); err != nil {
 		stop()
@@ -130,6 +131,7 @@ func runWatch(endpoint string) error {
 		return err
 	}
 	defer client.Close()
+
 	for resp := range client.Watch(context.Background(), barePrefix, clientv3.WithPrefix(), clientv3.WithCreatedNotify()) {
 		if err := resp.Err(); err != nil {
 			return err

@@ -49,6 +49,7 @@ func newBed(ctx context.Context, flanneld string) (*bed, error) {
 			return nil, fmt.Errorf("prepare %s: %w", h.Name(), err)
 		}
 	}
+
 	host := l.Host(1)
 	b.client, err = l.Etcd().Client(ctx, func(c *clientv3.Config) {
 		c.Endpoints = []string{host.EtcdEndpoint()}
@@ -186,6 +187,7 @@ func (b *bed) clean(ctx context.Context, h *lab.Host) error {
 			return err
 		}
 	}
+
 	for _, dir := range []string{"/var/lib/flannel", "/run/flannel"} {
 		if err := os.RemoveAll(h.Path(dir)); err != nil {
 			return err
@@ -253,6 +255,7 @@ func (r *rtnl) flushDevice(ifindex int) error {
 	if err := r.dumpNexthops(func(id uint32) { ids = append(ids, id) }); err != nil {
 		return fmt.Errorf("dump nexthops: %w", err)
 	}
+
 	for i := 0; i < len(routes); i += batch {
 		for _, dst := range routes[i:min(i+batch, len(routes))] {
 			r.delRoute(dst)
@@ -261,6 +264,7 @@ func (r *rtnl) flushDevice(ifindex int) error {
 			return fmt.Errorf("delete routes: %w", err)
 		}
 	}
+
 	for i := 0; i < len(ids); i += batch {
 		for _, id := range ids[i:min(i+batch, len(ids))] {
 			r.delNexthop(id)
@@ -280,7 +284,8 @@ func addVXLAN(ctx context.Context, h *lab.Host) error {
 			return err
 		}
 		attrs := netlink.NewLinkAttrs()
-		attrs.Name, attrs.MTU = "flannel.1", 1450
+		attrs.Name = "flannel.1"
+		attrs.MTU = 1450
 		link := &netlink.Vxlan{LinkAttrs: attrs, VxlanId: 1, Port: 8472, VtepDevIndex: eth0.Attrs().Index}
 		if err := nl.LinkAdd(link); err != nil {
 			return fmt.Errorf("add flannel.1: %w", err)
@@ -365,23 +370,28 @@ func newEntries() entries {
 // selects the objects of each peer.
 func (e entries) check(peers []peer, kinds objects) error {
 	routes, neighs, fdb := 0, 0, 0 // numbers of objects for any peers
-	pods, own, hosts := netip.MustParsePrefix(podNetwork), netip.MustParseAddr(ownSubnets), netip.MustParsePrefix(peerNetwork)
+	pods := netip.MustParsePrefix(podNetwork)
+	own := netip.MustParseAddr(ownSubnets)
+	hosts := netip.MustParsePrefix(peerNetwork)
 	ofPeer := func(a netip.Addr) bool { return pods.Contains(a) && a.Less(own) }
 	for dst := range e.routes {
 		if ofPeer(dst.Addr()) {
 			routes++
 		}
 	}
+
 	for ip := range e.neighs {
 		if ofPeer(ip) {
 			neighs++
 		}
 	}
+
 	for _, dst := range e.fdb {
 		if hosts.Contains(dst) {
 			fdb++
 		}
 	}
+
 	for _, p := range peers {
 		if e.routes[p.subnet] != p.gateway(kinds) || kinds.vtep && (e.neighs[p.subnet.Addr()] != p.mac || e.fdb[p.mac] != p.ip) {
 			return fmt.Errorf("peer %s has wrong entries: route via %s, neighbour %x, FDB entry to %s",

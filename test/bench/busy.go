@@ -83,7 +83,8 @@ func (f *foreign) churn(ctx context.Context, rate int) (stop func() error) {
 			tick := time.NewTicker(every)
 			defer tick.Stop()
 			share := rate * int(every) / int(time.Second)
-			ip, mac := netip.AddrFrom4([4]byte{100, 64}), [6]byte{2, 1}
+			ip := netip.AddrFrom4([4]byte{100, 64})
+			mac := [6]byte{2, 1}
 			for n := 0; ; n++ {
 				mac[5] = byte(n) // so that each write changes something
 				for range share {
@@ -96,6 +97,7 @@ func (f *foreign) churn(ctx context.Context, rate int) (stop func() error) {
 				if err := r.flush(); err != nil {
 					return fmt.Errorf("change foreign neighbours: %w", err)
 				}
+
 				select {
 				case <-tick.C:
 				case <-ctx.Done():

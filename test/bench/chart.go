@@ -21,6 +21,7 @@ func (r *report) charts() map[string]chart.Chart {
 		"networks":   {Title: "Several networks, vxlan: memory at rest", Unit: "megabytes, median and range"},
 		"cold-ratio": {Title: "Cold start, in multiples of a bare client and the kernel's own limit", Unit: "times, median and range"},
 	}
+
 	draw := func(name, label, class string, m *metric) {
 		if m == nil {
 			return
@@ -29,6 +30,7 @@ func (r *report) charts() map[string]chart.Chart {
 		c.Bars = append(c.Bars, chart.Bar{Label: label, Class: class, Median: m.median(), Low: slices.Min(m.Values), Top: slices.Max(m.Values)})
 		all[name] = c
 	}
+
 	for _, backend := range []string{"vxlan", "host-gw"} {
 		group := backend + ", cold start"
 		for _, n := range r.sizes(group, "exec to all programmed") {
@@ -45,6 +47,7 @@ func (r *report) charts() map[string]chart.Chart {
 			}
 		}
 	}
+
 	const lease = "vxlan, one lease"
 	for _, n := range r.sizes(lease, "CPU an event") {
 		for name, q := range map[string]string{"latency": "p50", "latency99": "p99"} {
@@ -54,10 +57,12 @@ func (r *report) charts() map[string]chart.Chart {
 		}
 		draw("cpu", fmt.Sprintf("%d peers", n), "ours", r.find(lease, "CPU an event", n))
 	}
+
 	for _, n := range r.sizes("vxlan, at rest", "RSS") {
 		draw("memory", fmt.Sprintf("%d peers: anonymous", n), "ours", r.find("vxlan, at rest", "RSS, anonymous", n))
 		draw("memory", fmt.Sprintf("%d peers: of files", n), "limit", r.find("vxlan, at rest", "RSS, of files", n))
 	}
+
 	for _, n := range r.sizes(networksGroup, "RSS") {
 		draw("networks", fmt.Sprintf("%d networks", n), "ours", r.find(networksGroup, "RSS", n))
 	}

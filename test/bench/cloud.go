@@ -50,7 +50,10 @@ func cloudNetworkPrefix() netip.Prefix { return netip.MustParsePrefix("10.16.0.0
 
 // cloudServers returns a server of each cloud, without hosts and routes.
 func cloudServers() []*cloudServer {
-	ec2, ali, tencent, google := ec2test.New(), alitest.New(), tencenttest.New(), gcetest.New()
+	ec2 := ec2test.New()
+	ali := alitest.New()
+	tencent := tencenttest.New()
+	google := gcetest.New()
 	ec2.SetQuota(cloudQuota)
 	ali.SetQuota(cloudQuota)
 	tencent.SetQuota(cloudQuota)
@@ -139,6 +142,7 @@ func (r *runner) cloudRound(ctx context.Context, s *cloudServer, hosts int) erro
 			s.slow(n, cloudHost(n).Subnets[0])
 		}
 	}
+
 	group := s.backend + ", calls of the API"
 	add := func(what string, n int) { r.report.add(group, what, hosts, "calls", float64(n)) }
 
@@ -172,17 +176,20 @@ func (b *cloudBench) host(ctx context.Context, n int) (*backend.CloudBackend, fu
 	if err != nil {
 		return nil, nil, err
 	}
+
 	for name, value := range b.env(b.api, metadata) {
 		if err := os.Setenv(name, value); err != nil {
 			end()
 			return nil, nil, err
 		}
 	}
+
 	a := cloudHost(n).Addresses[0]
 	env := backend.Env{
 		Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: 1500, Addrs: []underlay.Address{{Local: a, Public: a}}},
 		Config:   subnet.Config{Networks: []subnet.Network{{Prefix: cloudNetworkPrefix()}}},
 	}
+
 	be, _, err := b.factory([]byte(`{}`), env)
 	if err != nil {
 		end()
@@ -224,6 +231,7 @@ func (b *cloudBench) keep(ctx context.Context, c cloud.Cloud, n, hosts, comparis
 			}
 		},
 	})
+
 	k.SetPeers(cloudPeers(n, hosts))
 	done := make(chan struct{})
 	go func() { defer close(done); k.Run(ctx) }()

@@ -85,6 +85,7 @@ func (b *bed) observe(ctx context.Context, h *lab.Host, began time.Time, s *star
 				s.file = time.Since(began)
 			}
 		}
+
 		for s.all == 0 && sample < min(samples, len(b.peers)) {
 			found, err := r.hasRoute(b.peers[sample*(len(b.peers)-1)/max(1, min(samples, len(b.peers))-1)].subnet)
 			if err != nil {
@@ -127,7 +128,9 @@ func (b *bed) complete(r *rtnl) (bool, error) {
 			}
 		}
 	}
-	pods, n := netip.MustParsePrefix(podNetwork), 0
+
+	pods := netip.MustParsePrefix(podNetwork)
+	n := 0
 	err = r.dumpRoutes(link.Index, func(dst netip.Prefix, _ netip.Addr) {
 		if dst.Bits() == 24 && pods.Contains(dst.Addr()) {
 			n++

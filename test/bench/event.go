@@ -58,6 +58,7 @@ func (b *bed) events(ctx context.Context, count int) (l latencies, err error) {
 		end, err := arrive()
 		return ms(end.Sub(start)), errors.Join(err, <-written)
 	}
+
 	steps := []struct {
 		into  *[]float64
 		write func() error
@@ -68,6 +69,7 @@ func (b *bed) events(ctx context.Context, count int) (l latencies, err error) {
 		{&l.remove, func() error { return b.remove(ctx, p.key()) }, func() (time.Time, error) { return announced(true) }},
 		{&l.watch, func() error { return b.remove(ctx, barePrefix+p.subnet.String()) }, func() (time.Time, error) { return waitWatch(bare) }},
 	}
+
 	for range count {
 		for _, s := range steps {
 			took, err := once(s.write, s.wait)
@@ -163,6 +165,7 @@ func (p peer) concerned(typ uint16, payload []byte, ifindex int, gone bool) stri
 			}
 		})
 		return found
+
 	case typ == unix.RTM_NEWNEIGH && !gone, typ == unix.RTM_DELNEIGH && gone:
 		if len(payload) < unix.SizeofNdMsg || int(binary.NativeEndian.Uint32(payload[4:])) != ifindex {
 			return ""

@@ -26,7 +26,8 @@ const podNetwork6 = "fd00:5::/48"
 // alternate.
 func (r *runner) measureFamilies(ctx context.Context) error {
 	const group = "vxlan, cold start"
-	v4, v6 := []prefix.Family{prefix.IPv4}, []prefix.Family{prefix.IPv6}
+	v4 := []prefix.Family{prefix.IPv4}
+	v6 := []prefix.Family{prefix.IPv6}
 	for range r.rounds {
 		took := map[string]time.Duration{}
 		for _, c := range []struct {
@@ -55,12 +56,17 @@ func (r *runner) familyRound(ctx context.Context, families []prefix.Family) (tim
 	network := map[string]any{"EnableIPv4": false, "Backend": map[string]any{"Type": "vxlan"}}
 	for _, f := range families {
 		if f == prefix.IPv4 {
-			network["EnableIPv4"], network["Network"], network["SubnetLen"], network["SubnetMin"] = true, podNetwork, 24, ownSubnets
+			network["EnableIPv4"] = true
+			network["Network"] = podNetwork
+			network["SubnetLen"] = 24
+			network["SubnetMin"] = ownSubnets
 		} else {
-			network["EnableIPv6"], network["IPv6Network"] = true, podNetwork6
+			network["EnableIPv6"] = true
+			network["IPv6Network"] = podNetwork6
 			network["IPv6SubnetMin"] = "fd00:5:0:f000::"
 		}
 	}
+
 	config, err := json.Marshal(network)
 	if err != nil {
 		return 0, err
@@ -102,25 +108,30 @@ func putFamilyPeers(ctx context.Context, l *lab.Lab, n int, families []prefix.Fa
 	var ops []clientv3.Op
 	for _, p := range makePeers(n) {
 		data := p.vtep(1)
-		key, lease := "0.0.0.0-0", map[string]any{"PublicIP": "0.0.0.0", "PublicIPv6": nil, "BackendType": "vxlan"}
+		key := "0.0.0.0-0"
+		lease := map[string]any{"PublicIP": "0.0.0.0", "PublicIPv6": nil, "BackendType": "vxlan"}
 		for _, f := range families {
 			if f == prefix.IPv4 {
 				key = fmt.Sprintf("%s-%d", p.subnet.Addr(), p.subnet.Bits())
-				lease["PublicIP"], lease["BackendData"] = p.ip, data
+				lease["PublicIP"] = p.ip
+				lease["BackendData"] = data
 				subnets = append(subnets, p.subnet)
 				continue
 			}
 			s := p.subnet6()
 			key += fmt.Sprintf("&%s-%d", s.Addr(), s.Bits())
-			lease["PublicIPv6"], lease["BackendV6Data"] = p.ip6(), data
+			lease["PublicIPv6"] = p.ip6()
+			lease["BackendV6Data"] = data
 			subnets = append(subnets, s)
 		}
+
 		value, err := json.Marshal(lease)
 		if err != nil {
 			return nil, err
 		}
 		ops = append(ops, clientv3.OpPut(etcdPrefix+"/subnets/"+key, string(value)))
 	}
+
 	for some := range slices.Chunk(ops, txnOps) {
 		if _, err := c.Txn(ctx).Then(some...).Commit(); err != nil {
 			return nil, fmt.Errorf("write leases: %w", err)
@@ -177,6 +188,7 @@ func checkRoutes(ctx context.Context, h *lab.Host, subnets []netip.Prefix) error
 					have[netip.PrefixFrom(addr.Unmap(), bits)] = true
 				}
 			}
+
 			for _, s := range subnets {
 				if !have[s] {
 					missing++

@@ -119,6 +119,7 @@ func (r *runner) firewallRepairs(ctx context.Context, group string, k firewallKi
 		}
 		return figure(page, "flannel_firewall_repairs_total")
 	}
+
 	were, err := repairs()
 	if err != nil {
 		return err
@@ -127,6 +128,7 @@ func (r *runner) firewallRepairs(ctx context.Context, group string, k firewallKi
 	if err != nil {
 		return err
 	}
+
 	for range firewallTriggers {
 		if out, err := r.inHost(ctx, d, k.trigger); err != nil {
 			return fmt.Errorf("%w: %s", err, out)
@@ -135,6 +137,7 @@ func (r *runner) firewallRepairs(ctx context.Context, group string, k firewallKi
 			return err
 		}
 	}
+
 	after, err := treeCPU(d.PID())
 	if err != nil {
 		return err
@@ -173,6 +176,7 @@ func addForeignRules(ctx context.Context, h *lab.Host, variant string, count int
 	if count == 0 {
 		return nil
 	}
+
 	const perChain = 100
 	var rules strings.Builder
 	rules.WriteString("*nat\n")
@@ -182,11 +186,13 @@ func addForeignRules(ctx context.Context, h *lab.Host, variant string, count int
 		}
 		fmt.Fprintf(&rules, "-A KUBE-SVC-%d -p tcp -m tcp --dport %d -m comment --comment \"default/service\" -j RETURN\n", i/perChain, 1+i%60000)
 	}
+
 	rules.WriteString("COMMIT\n")
 	file := h.Path("/run/foreign-rules")
 	if err := os.WriteFile(file, []byte(rules.String()), 0o600); err != nil {
 		return err
 	}
+
 	for _, family := range []string{"iptables", "ip6tables"} {
 		if out, err := h.Exec(ctx, "sh", "-ec", fmt.Sprintf("%s-%s-restore --noflush /run/foreign-rules", family, variant)); err != nil {
 			return fmt.Errorf("add foreign rules: %w: %s", err, out)
@@ -237,6 +243,7 @@ func (p firewallPrograms) count(ctx context.Context, h *lab.Host, k firewallKind
 		}
 		return strings.Count(string(text), "\n")
 	}
+
 	before := lines()
 	err = wait.For(ctx, d)
 	return float64(lines() - before), err

@@ -59,6 +59,7 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	if r.quick {
 		d = time.Second
 	}
+
 	before, err := r.daemonCPU(b)
 	if err != nil {
 		return c, err
@@ -84,10 +85,12 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
 		return c, err
 	}
-	took, n := time.Since(start).Seconds(), float64(received.Load())
+	took := time.Since(start).Seconds()
+	n := float64(received.Load())
 	if n == 0 {
 		return c, errors.New("no packet arrived")
 	}
+
 	after, err := r.daemonCPU(b)
 	if err != nil {
 		return c, err

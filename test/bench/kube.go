@@ -55,11 +55,13 @@ func (r *runner) measureKube(ctx context.Context) error {
 		s.close()
 		r.backend = "" // make the next configure write everything again
 	}()
+
 	r.peers = makePeers(r.large)
 	own := map[string]any{
 		"apiVersion": "v1", "kind": "Node", "metadata": map[string]any{"name": kubeOwn},
 		"spec": map[string]any{"podCIDR": "10.128.0.0/24", "podCIDRs": []string{"10.128.0.0/24"}},
 	}
+
 	body, err := json.Marshal(own)
 	if err != nil {
 		return err
@@ -67,6 +69,7 @@ func (r *runner) measureKube(ctx context.Context) error {
 	if err := s.fill(ctx, r.peers, body); err != nil {
 		return fmt.Errorf("make nodes: %w", err)
 	}
+
 	for range r.rounds {
 		if err := r.kubeStart(ctx, s); err != nil {
 			return err
@@ -108,7 +111,8 @@ func (r *runner) kubeDaemon(ctx context.Context, s *kubeServer) (st start, err e
 
 // kubeStart measures a cold start, and a restart from the last known state.
 func (r *runner) kubeStart(ctx context.Context, s *kubeServer) error {
-	n, h := r.large, r.lab.Host(1)
+	n := r.large
+	h := r.lab.Host(1)
 	if err := r.clean(ctx, h); err != nil {
 		return err
 	}
@@ -178,7 +182,8 @@ func (r *runner) kubeStart(ctx context.Context, s *kubeServer) error {
 // kubeBeats measures the cost of heartbeats of Nodes: updates in which nothing changes that the
 // daemon needs.
 func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
-	n, h := r.large, r.lab.Host(1)
+	n := r.large
+	h := r.lab.Host(1)
 	d := h.Daemon()
 	if err := wait.For(ctx, 10*time.Second); err != nil {
 		return err
@@ -269,6 +274,7 @@ func (r *runner) kubeEvents(ctx context.Context, s *kubeServer) error {
 			}
 		}
 	}
+
 	r.report.add(kubeGroup, "one node added, p50", n, "ms", quantile(add, 0.5))
 	r.report.add(kubeGroup, "one node removed, p50", n, "ms", quantile(remove, 0.5))
 	r.report.add(kubeGroup, "bare watch of metadata, node added, p50", n, "ms", quantile(addWatch, 0.5))
@@ -282,12 +288,14 @@ func (r *runner) kubeEvents(ctx context.Context, s *kubeServer) error {
 // Nodes and with metadata. It records the cost for the client, and that for the API server beyond
 // the cost of the heartbeats themselves.
 func (r *runner) kubeServerCost(ctx context.Context, s *kubeServer) error {
-	n, lasting := r.large, r.atRest/2
+	n := r.large
+	lasting := r.atRest / 2
 	for range max(1, r.rounds/3) {
 		base, _, _, err := r.watchCost(ctx, s, "", lasting)
 		if err != nil {
 			return err
 		}
+
 		for _, k := range []struct{ name, kind string }{{"whole Nodes", kubeFull}, {"metadata", kubeMetadata}} {
 			server, client, bytes, err := r.watchCost(ctx, s, k.kind, lasting)
 			if err != nil {
@@ -342,6 +350,7 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 		in, err2 := received(ctx, r.lab.Host(1))
 		return serverCPU, clientCPU, in, errors.Join(err, err2)
 	}
+
 	server0, client0, in0, err := sum()
 	if err != nil {
 		return 0, 0, 0, err
@@ -366,6 +375,7 @@ func runKubeWatch(config string) error {
 		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, // this process does not have the CA of the lab
 		ForceAttemptHTTP2: true, DisableCompression: true,
 	}}}
+
 	w, err := s.watchBare(context.Background(), kind)
 	if err != nil {
 		return err

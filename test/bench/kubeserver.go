@@ -49,7 +49,8 @@ func (b *bed) startKube(ctx context.Context, binary string) (s *kubeServer, err 
 	}
 	s.addr = s.api.Addr(nil).String()
 	transport := s.api.Transport(b.lab.Host(2).Namespace)
-	transport.DisableCompression, transport.MaxIdleConnsPerHost = true, 100
+	transport.DisableCompression = true
+	transport.MaxIdleConnsPerHost = 100
 	s.client = &http.Client{Transport: transport}
 	return s, nil
 }
@@ -73,6 +74,7 @@ func (s *kubeServer) request(ctx context.Context, method, path, kind string, bod
 	} else if kind != "" {
 		req.Header.Set("Content-Type", kind)
 	}
+
 	resp, err := s.client.Do(req)
 	if err != nil {
 		return nil, err
@@ -103,13 +105,16 @@ func kubeNode(p peer) ([]byte, error) {
 	for _, kind := range []string{"MemoryPressure", "DiskPressure", "PIDPressure", "Ready"} {
 		conditions = append(conditions, kubeCondition(kind, time.Now()))
 	}
-	labels, annotations := map[string]string{}, map[string]string{
+
+	labels := map[string]string{}
+	annotations := map[string]string{
 		"flannel.alpha.coreos.com/kube-subnet-manager": "true", "flannel.alpha.coreos.com/backend-type": "vxlan",
 		"flannel.alpha.coreos.com/public-ip":    p.ip.String(),
 		"flannel.alpha.coreos.com/backend-data": fmt.Sprintf(`{"VNI":1,"VtepMAC":%q}`, net.HardwareAddr(p.mac[:]).String()),
 		"node.alpha.kubernetes.io/ttl":          "300", "volumes.kubernetes.io/controller-managed-attach-detach": "true",
 		"csi.volume.kubernetes.io/nodeid": fmt.Sprintf(`{"ebs.csi.aws.com":"i-%017x","efs.csi.aws.com":"i-%017x"}`, p.i, p.i),
 	}
+
 	for i := range 24 {
 		labels[fmt.Sprintf("topology.example.com/some-label-%d", i)] = fmt.Sprintf("value-%d-%d", i, p.i%50)
 	}
@@ -186,6 +191,7 @@ func (s *kubeServer) heartbeats(ctx context.Context, peers []peer, rate int, las
 	for range cap(slots) {
 		slots <- nil
 	}
+
 	for time.Now().Before(end) {
 		select {
 		case <-ctx.Done():
@@ -199,6 +205,7 @@ func (s *kubeServer) heartbeats(ctx context.Context, peers []peer, rate int, las
 		n++
 		go func() { slots <- s.heartbeat(ctx, p) }()
 	}
+
 	for range cap(slots) {
 		err = errors.Join(err, <-slots)
 	}

@@ -19,7 +19,8 @@ const batch = 200
 // per datagram. No program that writes these objects can be faster. cpu is the CPU
 // time of the calling thread, which must be locked.
 func writeLimit(ifindex int, peers []peer, kinds objects) (took, cpu time.Duration, err error) {
-	start, startCPU := time.Now(), threadCPU()
+	start := time.Now()
+	startCPU := threadCPU()
 	r, err := openRTNL()
 	if err != nil {
 		return 0, 0, err
@@ -30,6 +31,7 @@ func writeLimit(ifindex int, peers []peer, kinds objects) (took, cpu time.Durati
 			err = r.each(peers, build)
 		}
 	}
+
 	var flags uint32
 	if kinds.onLink {
 		flags = unix.RTNH_F_ONLINK

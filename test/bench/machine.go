@@ -52,6 +52,7 @@ func machineCPU() (u usage, err error) {
 		}
 		u.machine += time.Duration(n) * tick
 	}
+
 	for _, who := range []int{unix.RUSAGE_SELF, unix.RUSAGE_CHILDREN} {
 		var r unix.Rusage
 		if err := unix.Getrusage(who, &r); err != nil {

@@ -48,6 +48,7 @@ func parse(args []string) (options, error) {
 		rounds: 9, cold: []int{10, 1000, 5000, 10000}, large: 5000, eventSizes: []int{100, 1000, 10000}, eventCount: 200,
 		restarts: 20, atRest: time.Minute, busyRoutes: 200_000, busyFor: 15 * time.Second, churnChange: 100_000,
 	}
+
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
 	f.StringVar(&o.flanneld, "flanneld", "bin/flanneld", "the daemon, as make build makes it")
 	f.StringVar(&o.out, "out", "dist/out/bench", "folder for results.json and the charts")
@@ -61,14 +62,20 @@ func parse(args []string) (options, error) {
 		return o, err
 	}
 	if o.quick {
-		o.rounds, o.cold, o.eventCount, o.restarts = 3, []int{10, 5000}, 50, 4
-		o.eventSizes, o.atRest, o.busyFor = []int{1000, 10000}, 5*time.Second, 5*time.Second
+		o.rounds = 3
+		o.cold = []int{10, 5000}
+		o.eventCount = 50
+		o.restarts = 4
+		o.eventSizes = []int{1000, 10000}
+		o.atRest = 5 * time.Second
+		o.busyFor = 5 * time.Second
 	}
 	if *rounds > 0 {
 		o.rounds = *rounds
 	}
 	if *peers > 0 {
-		o.large, o.cold = *peers, []int{*peers}
+		o.large = *peers
+		o.cold = []int{*peers}
 	}
 	if f.NArg() > 0 {
 		return o, fmt.Errorf("unexpected argument %q", f.Arg(0))

@@ -113,7 +113,8 @@ func (r *runner) migrationRound(ctx context.Context) (m migrated, err error) {
 	if err != nil {
 		return m, err
 	}
-	vxlan, hostGW := map[string]any{"Type": backend}, map[string]any{"Type": "host-gw"}
+	vxlan := map[string]any{"Type": backend}
+	hostGW := map[string]any{"Type": "host-gw"}
 	began := time.Now()
 	if err := r.putConfig(ctx, vxlan, hostGW); err != nil {
 		return m, err
@@ -121,7 +122,8 @@ func (r *runner) migrationRound(ctx context.Context) (m migrated, err error) {
 	if err := w.until(limited, func() bool { return w.best[eth0] == len(r.peers) }); err != nil {
 		return m, fmt.Errorf("%w: %s", err, h.Daemon().Log())
 	}
-	m.took, m.changes = time.Since(began), w.changes
+	m.took = time.Since(began)
+	m.changes = w.changes
 	changed, err := figures.ProcessCPU(h.Daemon().PID())
 	if err != nil {
 		return m, err
@@ -131,7 +133,8 @@ func (r *runner) migrationRound(ctx context.Context) (m migrated, err error) {
 		return m, fmt.Errorf("%w: %s", err, h.Daemon().Log())
 	}
 	after, err := figures.ProcessCPU(h.Daemon().PID())
-	m.endCPU, m.without = after-changed, w.without
+	m.endCPU = after - changed
+	m.without = w.without
 	return m, err
 }
 
@@ -163,7 +166,8 @@ func (r *runner) endMigration(ctx context.Context, w *routeWatch, backend map[st
 // for each peer, because the kernel itself resolves only about a thousand. If answer is false,
 // answerForPeers undoes this.
 func (b *bed) answerForPeers(ctx context.Context, answer bool) error {
-	first, second := b.lab.Host(1), b.lab.Host(2)
+	first := b.lab.Host(1)
+	second := b.lab.Host(2)
 	script := fmt.Sprintf("ip route add local %[1]s dev lo && ip route add local %[2]s dev lo && ip route add %[3]s via %[4]s",
 		peerSubnets, peerNetwork, daemonSubnets, first.Addr(prefix.IPv4))
 	if !answer {
@@ -230,7 +234,9 @@ func (b *bed) migrationLimit(ctx context.Context) (took, cpu time.Duration, chan
 			return err
 		}
 		const ids = 1 << 24 // difference between the ids of the nexthop objects of the two backends
-		start, startCPU := time.Now(), threadCPU()
+		start := time.Now()
+		startCPU := threadCPU()
+
 		for _, build := range []func(p peer){
 			func(p peer) { r.addNexthop(p.nexthop()+ids, eth0.Index, p.ip, 0) },
 			func(p peer) { r.putRouteByID(p.subnet, p.nexthop()+ids, standbyMetric) },

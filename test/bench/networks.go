@@ -46,7 +46,10 @@ func (r *runner) measureNetworks(ctx context.Context) error {
 			}
 			took[n] = s
 		}
-		plain, one, many := took[0], took[1], took[manyNetworks]
+
+		plain := took[0]
+		one := took[1]
+		many := took[manyNetworks]
 		r.report.add(group, "exec to ready, one network without a name", 1, "ms", ms(plain.ready))
 		r.report.add(group, "RSS, one network without a name", 1, "MB", mb(plain.memory))
 		r.report.add(group, "exec to ready", 1, "ms", ms(one.ready))
@@ -84,6 +87,7 @@ func (r *runner) networksRound(ctx context.Context, n int) (s served, err error)
 	if n > 0 {
 		args = []string{"--watch-networks"}
 	}
+
 	began := time.Now()
 	d, err := h.StartFlanneld(ctx, lab.FlanneldOptions{Args: args})
 	if err != nil {
@@ -122,10 +126,12 @@ func putNetworks(ctx context.Context, l *lab.Lab, n int) (subnets []netip.Prefix
 	defer c.Close()
 	var ops []clientv3.Op
 	for i := range max(1, n) {
-		root, vni := etcdPrefix, i+1
+		root := etcdPrefix
+		vni := i + 1
 		if n > 0 {
 			root += fmt.Sprintf("/n%02d", i)
 		}
+
 		const firstNetwork = 100 // the second byte of the first pod range, 10.100.0.0/16
 		network := [4]byte{10, byte(firstNetwork + i)}
 		config, err := json.Marshal(map[string]any{
@@ -146,6 +152,7 @@ func putNetworks(ctx context.Context, l *lab.Lab, n int) (subnets []netip.Prefix
 			subnets = append(subnets, subnet)
 		}
 	}
+
 	for some := range slices.Chunk(ops, txnOps) {
 		if _, err := c.Txn(ctx).Then(some...).Commit(); err != nil {
 			return nil, fmt.Errorf("write networks: %w", err)

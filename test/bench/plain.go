@@ -59,10 +59,12 @@ func (b *bed) startPlain(ctx context.Context, name string, configs []string) (st
 		}
 		b.plain = nil
 	}
+
 	self, err := os.Executable()
 	if err != nil {
 		return stop, err
 	}
+
 	for i, h := range b.lab.Hosts() {
 		cmd := &exec.Cmd{Path: self, Args: []string{name, configs[i]}, Stderr: os.Stderr}
 		if err := h.Start(cmd); err != nil {

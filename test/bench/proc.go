@@ -32,6 +32,7 @@ func treeCPU(pid int) (time.Duration, error) {
 	if len(fields) < first+2 {
 		return 0, fmt.Errorf("/proc/%d/stat has an unexpected format", pid)
 	}
+
 	var user, system int64
 	if _, err := fmt.Sscan(fields[first], &user); err != nil {
 		return 0, err

@@ -37,8 +37,10 @@ func (b *bed) restart(ctx context.Context, from, to *lab.Pod, kill bool) (s rest
 	}
 	defer func() {
 		stats := flow.Stop()
-		s.lost, s.sent = len(stats.Lost), stats.Sent
+		s.lost = len(stats.Lost)
+		s.sent = stats.Sent
 	}()
+
 	count, err := b.countWrites(ctx, h)
 	if err != nil {
 		return s, err
@@ -48,6 +50,7 @@ func (b *bed) restart(ctx context.Context, from, to *lab.Pod, kill bool) (s rest
 	} else if _, err := h.Daemon().Stop(ctx); err != nil {
 		return s, err
 	}
+
 	began := time.Now()
 	d, err := h.StartFlanneld(ctx, lab.FlanneldOptions{})
 	if err != nil {
@@ -102,6 +105,7 @@ func (b *bed) countWrites(ctx context.Context, host *lab.Host) (count func() (in
 		if err := unix.SetNonblock(r.fd, true); err != nil {
 			return 0, err
 		}
+
 		for {
 			err := r.receive(func(typ uint16, _ uint32, payload []byte) error {
 				switch typ {
@@ -109,10 +113,12 @@ func (b *bed) countWrites(ctx context.Context, host *lab.Host) (count func() (in
 					if payload[0] != unix.AF_BRIDGE {
 						n++
 					}
+
 				case unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH: // only those of the daemon's device, because the kernel resolves pods and hosts on others all the time
 					if int(binary.NativeEndian.Uint32(payload[4:])) == device {
 						n++
 					}
+
 				case unix.RTM_NEWROUTE, unix.RTM_DELROUTE:
 					attrs(payload[unix.SizeofRtMsg:], func(typ uint16, data []byte) {
 						if dst, ok := netip.AddrFromSlice(data); ok && typ == unix.RTA_DST && pods.Contains(dst) {

@@ -114,12 +114,15 @@ func mb(bytes float64) float64 { return bytes / 1e6 }
 var columns = []string{"measure", "N", "median", "min … max", "rounds", "unit", "target", "met"}
 
 func (m *metric) cells() []string {
-	n, target, met := "", "", ""
+	n := ""
+	target := ""
+	met := ""
 	if m.N >= 0 {
 		n = fmt.Sprint(m.N)
 	}
 	if m.Target != nil {
-		target, met = "≤ "+chart.Number(*m.Target), "yes"
+		target = "≤ " + chart.Number(*m.Target)
+		met = "yes"
 		if m.Floor {
 			target = "≥ " + chart.Number(*m.Target)
 		}
@@ -144,6 +147,7 @@ func (r *report) groups() [][]*metric {
 		}
 		by[m.Group] = append(by[m.Group], m)
 	}
+
 	var groups [][]*metric
 	for _, name := range names {
 		slices.SortStableFunc(by[name], func(a, b *metric) int { return cmp.Compare(a.N, b.N) })
@@ -173,6 +177,7 @@ func (r *report) table(out io.Writer) error {
 			fmt.Fprintln(w, strings.Join(m.cells(), "\t"))
 		}
 	}
+
 	for _, note := range r.Notes {
 		fmt.Fprintf(w, "\n%s\n", note)
 	}
@@ -181,7 +186,8 @@ func (r *report) table(out io.Writer) error {
 }
 
 func (r *report) verdict() string {
-	targets, missed := 0, 0
+	targets := 0
+	missed := 0
 	for _, m := range r.Metrics {
 		if m.Target != nil {
 			targets++
@@ -190,6 +196,7 @@ func (r *report) verdict() string {
 			missed++
 		}
 	}
+
 	verdict := fmt.Sprintf("%d of %d targets met", targets-missed, targets)
 	switch n := len(r.Notes); {
 	case n == 1:
@@ -228,6 +235,7 @@ func (r *report) markdown(out io.Writer) {
 				fmt.Fprintf(out, " N=%d |", n)
 			}
 		}
+
 		fmt.Fprintf(out, "\n|%s\n", strings.Repeat("---|", len(sizes)+1))
 
 		for _, name := range names {
@@ -272,6 +280,7 @@ func (m *metric) cell() string {
 	if m.Floor {
 		sign = "≥"
 	}
+
 	text += " " + sign + chart.Number(*m.Target)
 	if !m.met() {
 		text += " missed"

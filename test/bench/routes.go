@@ -64,6 +64,7 @@ func watchRoutes(ctx context.Context, h *lab.Host, peers []peer) (*routeWatch, e
 		w.close()
 		return nil, err
 	}
+
 	for dst, all := range have {
 		for _, one := range all {
 			w.put(dst, one)
@@ -129,6 +130,7 @@ func (w *routeWatch) parse(payload []byte) (dst netip.Prefix, one kernelRoute, o
 	if len(payload) < unix.SizeofRtMsg || payload[4] != unix.RT_TABLE_MAIN || payload[7] != unix.RTN_UNICAST {
 		return dst, one, false
 	}
+
 	attrs(payload[unix.SizeofRtMsg:], func(typ uint16, data []byte) {
 		switch typ {
 		case unix.RTA_DST:
@@ -156,11 +158,13 @@ func (w *routeWatch) apply(typ uint16, payload []byte) {
 			w.changes++
 			w.put(dst, one)
 		}
+
 	case unix.RTM_DELROUTE:
 		if dst, one, ok := w.parse(payload); ok {
 			w.changes++
 			w.remove(dst, func(have kernelRoute) bool { return have == one })
 		}
+
 	case rtmNewNexthop:
 		w.changes++
 	case rtmDelNexthop: // the kernel deletes the routes that use it without an announcement
@@ -175,6 +179,7 @@ func (w *routeWatch) apply(typ uint16, payload []byte) {
 			}
 			delete(w.byNexthop, id)
 		})
+
 	case unix.RTM_NEWLINK, unix.RTM_DELLINK: // the same happens if a device goes down or is deleted
 		if len(payload) < unix.SizeofIfInfomsg || payload[0] == unix.AF_BRIDGE {
 			return

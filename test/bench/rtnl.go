@@ -51,6 +51,7 @@ func openRTNL(groups ...int) (*rtnl, error) {
 		unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1),
 		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 64<<20),
 	)
+
 	for _, g := range groups {
 		err = errors.Join(err, unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, g))
 	}
@@ -102,11 +103,13 @@ func (r *rtnl) flush() error {
 	if len(r.out) == 0 {
 		return nil
 	}
+
 	flags := r.out[r.msg+6:]
 	binary.NativeEndian.PutUint16(flags, binary.NativeEndian.Uint16(flags)|unix.NLM_F_ACK)
 	if err := r.send(); err != nil {
 		return err
 	}
+
 	for done := false; !done; {
 		err := r.receive(func(typ uint16, seq uint32, payload []byte) error {
 			done = done || seq == r.seq
@@ -131,6 +134,7 @@ func (r *rtnl) dump(each func(payload []byte)) error {
 	if err := r.send(); err != nil {
 		return err
 	}
+
 	for done := false; !done; {
 		err := r.receive(func(typ uint16, seq uint32, payload []byte) error {
 			switch {
@@ -162,12 +166,14 @@ func (r *rtnl) receive(each func(typ uint16, seq uint32, payload []byte) error) 
 	if err != nil {
 		return err
 	}
+
 	for b := r.buf[:n]; len(b) >= unix.NLMSG_HDRLEN; {
 		size := int(binary.NativeEndian.Uint32(b))
 		if size < unix.NLMSG_HDRLEN || size > len(b) {
 			return fmt.Errorf("rtnetlink message of %d bytes in %d", size, len(b))
 		}
-		typ, seq := binary.NativeEndian.Uint16(b[4:]), binary.NativeEndian.Uint32(b[8:])
+		typ := binary.NativeEndian.Uint16(b[4:])
+		seq := binary.NativeEndian.Uint32(b[8:])
 		if err := each(typ, seq, b[unix.NLMSG_HDRLEN:size]); err != nil {
 			return err
 		}
@@ -299,6 +305,7 @@ func (r *rtnl) dumpNeighs(family uint8, ifindex int, each func(dst netip.Addr, m
 			binary.NativeEndian.Uint16(payload[8:])&unix.NUD_PERMANENT == 0 {
 			return
 		}
+
 		var dst netip.Addr
 		var mac [6]byte
 		attrs(payload[unix.SizeofNdMsg:], func(typ uint16, data []byte) {
@@ -324,7 +331,9 @@ func (r *rtnl) dumpRoutes(ifindex int, each func(dst netip.Prefix, gateway netip
 		if len(payload) < unix.SizeofRtMsg || payload[4] != unix.RT_TABLE_MAIN {
 			return
 		}
-		dst, gateway := netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.Addr{}
+
+		dst := netip.PrefixFrom(netip.IPv4Unspecified(), 0)
+		gateway := netip.Addr{}
 		attrs(payload[unix.SizeofRtMsg:], func(typ uint16, data []byte) {
 			switch typ {
 			case unix.RTA_DST:
@@ -355,10 +364,13 @@ func (r *rtnl) dumpNexthops(each func(id uint32)) error {
 func (r *rtnl) hasRoute(dst netip.Prefix) (bool, error) {
 	const lookupFIBMatch = 0x2000 // RTM_F_FIB_MATCH
 	body := rtmsg(dst.Addr().BitLen(), 0, lookupFIBMatch)
-	body[4], body[5], body[7] = 0, 0, 0
+	body[4] = 0
+	body[5] = 0
+	body[7] = 0
 	if dst.Addr().Is6() {
 		body[0] = unix.AF_INET6
 	}
+
 	r.begin(unix.RTM_GETROUTE, 0, body...)
 	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
 	r.end()

@@ -70,16 +70,19 @@ func (r *runner) all(ctx context.Context, progress io.Writer) error {
 	if r.only != "" {
 		chosen = strings.Split(r.only, ",")
 	}
+
 	for _, name := range chosen {
 		if !slices.Contains(names(), name) {
 			return fmt.Errorf("unknown measure %q: want %s", name, strings.Join(names(), ", "))
 		}
 	}
+
 	var failed error
 	for _, m := range measures() {
 		if !slices.Contains(chosen, m.name) {
 			continue
 		}
+
 		start := time.Now()
 		fmt.Fprintf(progress, "%s ... ", m.name)
 		limited, cancel := context.WithTimeoutCause(ctx, measureLimit, fmt.Errorf("not finished after %s", measureLimit))
@@ -180,19 +183,24 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 		return err
 	}
 	asked := after.Since(before)
+
 	// These are not requests of the daemon: clean, which fresh calls, lists and revokes etcd
 	// leases.
 	for _, own := range []string{"LeaseLeases", "LeaseRevoke"} {
 		delete(asked, own)
 	}
+
 	group := backend + ", cold start"
-	ratio, cpu := []float64{}, []float64{}
+	ratio := []float64{}
+	cpu := []float64{}
 	if n == r.large {
-		ratio, cpu = []float64{1.5}, []float64{120}
+		ratio = []float64{1.5}
+		cpu = []float64{120}
 		if backend == "host-gw" {
 			ratio[0] = 1.25
 		}
 	}
+
 	r.report.add(group, "exec to all programmed", n, "ms", ms(s.all))
 	r.report.add(group, "limit: pipelined, nexthop objects", n, "ms", ms(limit))
 	r.report.add(group, "limit: pipelined, plain routes", n, "ms", ms(plain))
@@ -275,6 +283,7 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 	go func() {
 		observed <- r.lab.Host(1).Do(ctx, func() error { return r.observe(ctx, r.lab.Host(1), began, &s) })
 	}()
+
 	written := make(chan error, 1)
 	go func() {
 		err := r.putLeases(ctx, fresh)
@@ -283,6 +292,7 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 		}
 		written <- err
 	}()
+
 	for n := 0; n < len(fresh); {
 		resp, ok := <-watch
 		if !ok || resp.Err() != nil {
@@ -291,6 +301,7 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 		}
 		n += len(resp.Events)
 	}
+
 	arrived = time.Now()
 	if err = <-written; err != nil {
 		return
@@ -352,7 +363,8 @@ func (r *runner) measureEvents(ctx context.Context) error {
 }
 
 func (r *runner) reportEvents(group string, n int, l latencies, cpu, bareCPU time.Duration) {
-	p50, p99 := quantile(l.watch, 0.5), quantile(l.watch, 0.99)
+	p50 := quantile(l.watch, 0.5)
+	p99 := quantile(l.watch, 0.99)
 	for _, e := range []struct {
 		name   string
 		values []float64
@@ -362,6 +374,7 @@ func (r *runner) reportEvents(group string, n int, l latencies, cpu, bareCPU tim
 		r.report.add(group, e.name+", p50 / bare watch", n, "×", quantile(e.values, 0.5)/p50, 1.5)
 		r.report.add(group, e.name+", p99 / bare watch", n, "×", quantile(e.values, 0.99)/p99, 2)
 	}
+
 	r.report.add(group, "bare etcd watch, p50", n, "ms", p50)
 	r.report.add(group, "bare etcd watch, p99", n, "ms", p99)
 	r.report.add(group, "CPU an event", n, "ms", ms(cpu))
@@ -396,6 +409,7 @@ func (r *runner) measureRestart(ctx context.Context) error {
 		}
 		pods = append(pods, pod)
 	}
+
 	for i := range r.restarts {
 		if err := r.quiesce(ctx); err != nil {
 			return err
@@ -449,6 +463,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 		if n > 0 {
 			limit = 40
 		}
+
 		r.report.add(group, "CPU a minute", n, "ms", ms(cpu)*float64(time.Minute)/float64(r.atRest), 30)
 		r.report.add(group, "processes", n, "", float64(kids), 0)
 		r.report.add(group, "requests to etcd", n, "calls", asked.Total(), 0)
@@ -508,7 +523,8 @@ func (r *runner) measureBusy(ctx context.Context) error {
 		if err := r.configure(ctx, "vxlan", n); err != nil {
 			return err
 		}
-		what, stop := "quiet", func() error { return nil }
+		what := "quiet"
+		stop := func() error { return nil }
 		if busy {
 			what = "busy"
 			f, err := makeBusy(ctx, h, r.busyRoutes)
@@ -518,6 +534,7 @@ func (r *runner) measureBusy(ctx context.Context) error {
 			defer func() { _ = f.remove(ctx) }()
 			stop = f.churn(ctx, rate)
 		}
+
 		for range r.rounds {
 			if err := r.busyRound(ctx, group, what, n); err != nil {
 				_ = stop()
@@ -528,8 +545,10 @@ func (r *runner) measureBusy(ctx context.Context) error {
 			return err
 		}
 	}
+
 	for _, name := range []string{"exec to all programmed", "lease added, p50"} {
-		quiet, busy := r.report.find(group, name+", quiet", n), r.report.find(group, name+", busy", n)
+		quiet := r.report.find(group, name+", quiet", n)
+		busy := r.report.find(group, name+", busy", n)
 		r.report.add(group, name+", busy / quiet", n, "×", busy.median()/quiet.median(), 1.25)
 	}
 	return nil
@@ -553,6 +572,7 @@ func (r *runner) busyRound(ctx context.Context, group, what string, n int) error
 	if what == "busy" {
 		target = []float64{1}
 	}
+
 	r.report.add(group, "share of a core, at rest, "+what, n, "%", 100*float64(cpu)/float64(during), target...)
 	l, err := r.events(ctx, r.eventCount/4)
 	if err != nil {
@@ -589,6 +609,7 @@ func (r *runner) measureGrowth(ctx context.Context) error {
 		}
 		return wait.For(ctx, 3*time.Second)
 	}
+
 	times := r.churnChange / (2 * len(some))
 	// least makes ten groups of times/100 changes each, and returns the resources after them. If
 	// a garbage collection runs during a change, it finds more live objects. So the memory is

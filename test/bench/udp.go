@@ -81,6 +81,7 @@ func (r *runner) measureUDP(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+
 	for range r.rounds {
 		round := map[string]map[string]carried{}
 		for _, w := range []way{{"vxlan", "vxlan", 0}, {"udp", "udp", 0}, {"udp, 5,000 peers", "udp", 5000}} {
@@ -92,6 +93,7 @@ func (r *runner) measureUDP(ctx context.Context) error {
 				return fmt.Errorf("%s: %w", w.name, err)
 			}
 		}
+
 		single, err := r.measureSingle(ctx)
 		if err != nil {
 			return fmt.Errorf("packet by packet: %w", err)
@@ -125,7 +127,8 @@ func (r *runner) measureWay(ctx context.Context, w way, with []congestion, round
 	}
 	results := map[string]carried{}
 	round[w.name] = results
-	pods, hosts := b.lab.Pods(), b.lab.Hosts()
+	pods := b.lab.Pods()
+	hosts := b.lab.Hosts()
 	bridge := pods[1].Addrs()[0].Prev() // the address of the bridge on host 2
 	under := hosts[1].Addr(prefix.IPv4)
 	flows := []flow{{"UDP, full packets, hosts", hosts[0].Namespace, hosts[1].Namespace, bridge, []string{"-u", "-b", "0", "-l", strconv.Itoa(pods[0].MTU() - 28)}}}
@@ -139,11 +142,13 @@ func (r *runner) measureWay(ctx context.Context, w way, with []congestion, round
 			)
 		}
 	}
+
 	for _, f := range flows {
 		if results[f.what], err = r.iperf(ctx, b, f.from, f.to, f.addr, f.args...); err != nil {
 			return fmt.Errorf("%s: %w", f.what, err)
 		}
 	}
+
 	for _, m := range []struct {
 		what     string
 		addr     netip.Addr
@@ -157,6 +162,7 @@ func (r *runner) measureWay(ctx context.Context, w way, with []congestion, round
 			return fmt.Errorf("%s: %w", m.what, err)
 		}
 	}
+
 	mem, err := figures.ProcessMemory(hosts[0].Daemon().PID())
 	if err != nil {
 		return err
@@ -177,7 +183,8 @@ func (r *runner) measureSingle(ctx context.Context) (map[string]carried, error) 
 	if err != nil {
 		return nil, err
 	}
-	hosts, results := b.lab.Hosts(), map[string]carried{}
+	hosts := b.lab.Hosts()
+	results := map[string]carried{}
 	for _, what := range []string{smallPackets, gatheredPackets} {
 		results[what], err = r.flood(ctx, b, hosts[0].Namespace, hosts[1].Namespace, plainAddr(2), what == gatheredPackets)
 		if err != nil {
@@ -242,6 +249,7 @@ func (r *runner) iperf(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	if r.quick {
 		seconds = "1"
 	}
+
 	out, err := from.Exec(ctx, "iperf3", append([]string{"-J", "-c", addr.String(), "-t", seconds}, args...)...)
 	if err != nil {
 		return c, errors.Join(err, fmt.Errorf("%.300s", out))
@@ -270,14 +278,18 @@ func (r *runner) iperf(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	got := result.End.Received
 	packets := result.End.Sum.Packets - result.End.Sum.Lost
 	if packets > 0 {
-		got.Bytes, got.Seconds = result.End.Sum.Bytes*packets/result.End.Sum.Packets, result.End.Sum.Seconds
+		got.Bytes = result.End.Sum.Bytes * packets / result.End.Sum.Packets
+		got.Seconds = result.End.Sum.Seconds
 	}
 	if got.Bytes <= 0 || got.Seconds <= 0 {
 		return c, fmt.Errorf("iperf3 says that nothing was received: %.300s", out)
 	}
+
 	used := (after - before).Seconds()
-	c.gbps, c.pps = got.Bytes*8/1e9/got.Seconds, packets/got.Seconds
-	c.cpuPerGbit, c.cpuPerMpkt = used/(got.Bytes*8/1e9), used/(packets/1e6)
+	c.gbps = got.Bytes * 8 / 1e9 / got.Seconds
+	c.pps = packets / got.Seconds
+	c.cpuPerGbit = used / (got.Bytes * 8 / 1e9)
+	c.cpuPerMpkt = used / (packets / 1e6)
 	return c, nil
 }
 
@@ -290,6 +302,7 @@ func (r *runner) daemonCPU(b *bed) (time.Duration, error) {
 			pids = append(pids, h.Daemon().PID())
 		}
 	}
+
 	var sum time.Duration
 	for _, pid := range pids {
 		cpu, err := figures.ProcessCPU(pid)
@@ -304,28 +317,37 @@ func (r *runner) daemonCPU(b *bed) (time.Duration, error) {
 // reportWays records the results of one round, and their ratios.
 func (r *runner) reportWays(both []congestion, round map[string]map[string]carried) {
 	runtime.GC()
-	udp, vxlan, many, single := round["udp"], round["vxlan"], round["udp, 5,000 peers"], round["packet by packet"]
+	udp := round["udp"]
+	vxlan := round["vxlan"]
+	many := round["udp, 5,000 peers"]
+	single := round["packet by packet"]
+
 	for _, c := range both {
 		for _, way := range []string{"1 stream, hosts", "4 streams, hosts", "1 stream, pods", "4 streams, pods"} {
 			n, _, _ := strings.Cut(way, ",")
-			what, raw := "TCP, "+way+c.suffix, "raw TCP, "+n+c.suffix
+			what := "TCP, " + way + c.suffix
+			raw := "raw TCP, " + n + c.suffix
 			r.report.add(udpGroup, what, -1, "Gbit/s", udp[what].gbps)
 			r.report.add(udpGroup, what+" / raw", -1, "", udp[what].gbps/udp[raw].gbps)
-			ofVXLAN, cpu := udp[what].gbps/vxlan[what].gbps, what+", CPU of both daemons"
+			ofVXLAN := udp[what].gbps / vxlan[what].gbps
+			cpu := what + ", CPU of both daemons"
 			if c.suffix != "" {
 				r.report.add(udpGroup, what+" / vxlan", -1, "", ofVXLAN)
 				r.report.add(udpGroup, cpu, -1, "s/Gbit", udp[what].cpuPerGbit)
 				continue
 			}
+
 			least := 0.6
 			if n == "4 streams" {
 				least = 0.4
 			}
+
 			r.atLeast(what+" / vxlan", "", ofVXLAN, least)
 			r.report.add(udpGroup, cpu, -1, "s/Gbit", udp[what].cpuPerGbit, 0.18)
 			r.report.add(udpGroup, what+", 5,000 peers / none", -1, "", many[what].gbps/udp[what].gbps)
 		}
 	}
+
 	full := "UDP, full packets, hosts"
 	r.report.add(udpGroup, full, -1, "Gbit/s", udp[full].gbps)
 	r.report.add(udpGroup, full+" / vxlan", -1, "", udp[full].gbps/vxlan[full].gbps)
@@ -335,6 +357,7 @@ func (r *runner) reportWays(both []congestion, round map[string]map[string]carri
 	r.report.add(udpGroup, "raw UDP, 200 bytes", -1, "packets/s", udp["raw UDP, 200 bytes"].pps)
 	r.report.add(udpGroup, "raw UDP, 200 bytes, sent", -1, "packets/s", udp["raw UDP, 200 bytes"].sent)
 	r.atLeast(gatheredPackets, "packets/s", udp[gatheredPackets].pps, 300_000)
+
 	for _, what := range []string{smallPackets, gatheredPackets} {
 		r.report.add(udpGroup, what+", sent", -1, "packets/s", udp[what].sent)
 		r.report.add(udpGroup, what+", vxlan", -1, "packets/s", vxlan[what].pps)

@@ -38,6 +38,7 @@ func (r *runner) measureWireGuard(ctx context.Context) error {
 		if round%2 == 1 {
 			order[0], order[1] = order[1], order[0]
 		}
+
 		got := map[string]carried{}
 		for _, who := range order {
 			var err error
@@ -47,6 +48,7 @@ func (r *runner) measureWireGuard(ctx context.Context) error {
 			r.report.add(wireguardGroup, tcp+", "+who, -1, "Gbit/s", got[who].gbps)
 			r.report.add(wireguardGroup, tcp+", CPU of both processes, "+who, -1, "s/GB", got[who].cpuPerGbit*8)
 		}
+
 		r.report.add(wireguardGroup, tcp+", CPU, flanneld / wireguard-go", -1, "",
 			got["flanneld"].cpuPerGbit/got["wireguard-go"].cpuPerGbit, 1.1)
 		if err := r.wireguardRestart(ctx); err != nil {
@@ -110,7 +112,8 @@ func (r *runner) wireguardRestart(ctx context.Context) error {
 	if _, err := r.startWireGuard(ctx, b); err != nil {
 		return err
 	}
-	pods, host := b.lab.Pods(), b.lab.Host(1)
+	pods := b.lab.Pods()
+	host := b.lab.Host(1)
 	const rate = 200 // packets per second
 	flow, err := pods[0].StartFlow(ctx, pods[1], prefix.IPv4, rate)
 	if err != nil {
@@ -141,6 +144,7 @@ func (b *bed) wireguardPair() (configs []string, err error) {
 			return nil, err
 		}
 	}
+
 	for i := range keys {
 		other := 1 - i
 		public := keys[other].PublicKey()

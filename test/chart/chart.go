@@ -57,6 +57,7 @@ func (c Chart) SVG() []byte {
 	for _, b := range c.Bars {
 		top = max(top, b.Top, b.Median)
 	}
+
 	step, ticks := scale(top)
 	const axis = float64(chartWidth - labelWidth - valueWidth)
 	x := func(v float64) float64 { return labelWidth + v/(step*float64(ticks))*axis }
@@ -72,6 +73,7 @@ func (c Chart) SVG() []byte {
 		fmt.Fprintf(&out, `<line class="grid" x1="%.1f" y1="%d" x2="%.1f" y2="%d"/>`, x(v), headHeight-6, x(v), bottom)
 		fmt.Fprintf(&out, `<text class="small" x="%.1f" y="%d" text-anchor="middle">%s</text>`+"\n", x(v), bottom+14, label(v, step))
 	}
+
 	fmt.Fprintf(&out, `<text class="small" x="%d" y="%d" text-anchor="end">%s</text>`+"\n", chartWidth-8, bottom+28, html.EscapeString(c.Unit))
 	for i, b := range c.Bars {
 		y := headHeight + rowHeight*i

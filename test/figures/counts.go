@@ -81,11 +81,13 @@ func ReadCounts(page io.Reader, name string, labels ...string) (Counts, error) {
 	found := Counts{}
 	lines := bufio.NewScanner(page)
 	lines.Buffer(nil, 1<<20)
+
 	for lines.Scan() {
 		rest, ok := strings.CutPrefix(lines.Text(), name+"{")
 		if !ok {
 			continue
 		}
+
 		pairs, value, _ := strings.Cut(rest, "} ")
 		n, err := strconv.ParseFloat(value, 64)
 		if err != nil {

@@ -53,6 +53,7 @@ func ThisMachine() (Machine, error) {
 	if err != nil {
 		return m, err
 	}
+
 	for line := range strings.Lines(string(info)) {
 		if key, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(key) == "model name" {
 			m.CPU = strings.TrimSpace(value)
@@ -97,12 +98,14 @@ func pageFault() (time.Duration, error) {
 	if err != nil {
 		return 0, fmt.Errorf("map memory: %w", err)
 	}
+
 	// A kernel without huge pages returns an error, and does not need the advice.
 	_ = unix.Madvise(memory, unix.MADV_NOHUGEPAGE)
 	start := time.Now()
 	for p := range pages {
 		memory[p*size] = 1
 	}
+
 	took := time.Since(start) / pages
 	if err := unix.Munmap(memory); err != nil {
 		return 0, fmt.Errorf("unmap memory: %w", err)

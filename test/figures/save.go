@@ -29,6 +29,7 @@ func Save(folder string, report any, charts map[string]chart.Chart) error {
 	if err := os.WriteFile(filepath.Join(folder, "results.json"), text.Bytes(), 0o644); err != nil {
 		return err
 	}
+
 	for name, c := range charts {
 		if err := os.WriteFile(filepath.Join(folder, name+".svg"), c.SVG(), 0o644); err != nil {
 			return err
@@ -45,12 +46,14 @@ func Insert(page, command string, results func(io.Writer)) error {
 	if err != nil {
 		return err
 	}
-	begin, end := "<!-- results: written by "+command+" -->\n", "<!-- end of results -->\n"
+	begin := "<!-- results: written by " + command + " -->\n"
+	end := "<!-- end of results -->\n"
 	head, rest, ok := strings.Cut(string(text), begin)
 	_, tail, ok2 := strings.Cut(rest, end)
 	if !ok || !ok2 {
 		return fmt.Errorf("%s has no place for results: want the lines %q and %q", page, begin, end)
 	}
+
 	var inserted strings.Builder
 	results(&inserted)
 	return os.WriteFile(page, []byte(head+begin+"\n"+inserted.String()+"\n"+end+tail), 0o644)

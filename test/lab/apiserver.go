@@ -72,6 +72,7 @@ func (l *Lab) newAPIServer(o APIServerOptions) (*APIServer, error) {
 	if l.api != nil && l.api.running() {
 		return nil, errors.New("the lab already runs one")
 	}
+
 	s := &APIServer{lab: l, opt: o}
 	dir := l.underlay.Path(apiServerDir)
 	var err error
@@ -111,9 +112,11 @@ func (s *APIServer) Start(ctx context.Context) error {
 
 func (s *APIServer) args() []string {
 	addr := s.lab.endpointAddrs()[0]
-	anywhere, services := netip.IPv4Unspecified(), "10.96.0.0/16"
+	anywhere := netip.IPv4Unspecified()
+	services := "10.96.0.0/16"
 	if addr.Is6() {
-		anywhere, services = netip.IPv6Unspecified(), "fd00:96::/112"
+		anywhere = netip.IPv6Unspecified()
+		services = "fd00:96::/112"
 	}
 	return []string{
 		"--etcd-servers=" + cmp.Or(s.opt.Etcd, s.lab.etcd.url(addr)),
@@ -133,6 +136,7 @@ func (s *APIServer) ready(ctx context.Context, p *process) error {
 	defer client.CloseIdleConnections()
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()
+
 	for {
 		err := get(ctx, client, "https://"+s.Addr(nil).String()+"/readyz")
 		if err == nil {

@@ -39,6 +39,7 @@ func (f TLSFiles) clientConfig() (*tls.Config, error) {
 	if f.ClientCert == "" {
 		return cfg, nil
 	}
+
 	cert, err := tls.LoadX509KeyPair(f.ClientCert, f.ClientKey)
 	if err != nil {
 		return nil, err
@@ -104,13 +105,18 @@ func (a *Authority) Issue(name string, addrs []netip.Addr) (certFile, keyFile st
 		KeyUsage:     x509.KeyUsageDigitalSignature,
 		ExtKeyUsage:  []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
 	}
+
 	for _, addr := range addrs {
 		cert.IPAddresses = append(cert.IPAddresses, addr.AsSlice())
 	}
 	if a.cert == nil {
-		cert.IsCA, cert.BasicConstraintsValid, cert.KeyUsage = true, true, x509.KeyUsageCertSign
-		a.cert, a.key = cert, key
+		cert.IsCA = true
+		cert.BasicConstraintsValid = true
+		cert.KeyUsage = x509.KeyUsageCertSign
+		a.cert = cert
+		a.key = key
 	}
+
 	certDER, err := x509.CreateCertificate(rand.Reader, cert, a.cert, &key.PublicKey, a.key)
 	if err != nil {
 		return "", "", fmt.Errorf("sign certificate for %s: %w", name, err)

@@ -42,19 +42,23 @@ func serveEtcd(args []string) error {
 	if len(args) != 1 {
 		return fmt.Errorf("%s: want one argument, got %d", etcdChild, len(args))
 	}
+
 	var c etcdConfig
 	if err := json.Unmarshal([]byte(args[0]), &c); err != nil {
 		return fmt.Errorf("parse %s: %w", args[0], err)
 	}
 	cfg := embed.NewConfig()
 	cfg.Dir = c.Dir
-	cfg.LogLevel, cfg.LogOutputs = "error", []string{"stderr"}
+	cfg.LogLevel = "error"
+	cfg.LogOutputs = []string{"stderr"}
 	cfg.UnsafeNoFsync = true
 	wal.SegmentSizeBytes = 4 << 20 // small, because etcd allocates a segment in advance, and on tmpfs it takes memory
+
 	// A single member waits for no other member, so a short election timeout makes it start
 	// quickly. It also allows leases with a short TTL, because etcd derives the shortest
 	// TTL from it. A shorter tick would make an idle etcd use more CPU time.
-	cfg.TickMs, cfg.ElectionMs = 100, 500
+	cfg.TickMs = 100
+	cfg.ElectionMs = 500
 	cfg.BcryptCost = 4 // the minimum, so that a login takes less than a second even with the race detector
 
 	cfg.ListenClientUrls = nil
@@ -65,8 +69,10 @@ func serveEtcd(args []string) error {
 		}
 		cfg.ListenClientUrls = append(cfg.ListenClientUrls, *u)
 	}
+
 	cfg.AdvertiseClientUrls = cfg.ListenClientUrls
-	cfg.ClientTLSInfo.CertFile, cfg.ClientTLSInfo.KeyFile = c.CertFile, c.KeyFile
+	cfg.ClientTLSInfo.CertFile = c.CertFile
+	cfg.ClientTLSInfo.KeyFile = c.KeyFile
 	cfg.ClientTLSInfo.TrustedCAFile = c.ClientCAFile
 	cfg.ClientTLSInfo.ClientCertAuth = c.ClientCAFile != ""
 
@@ -75,11 +81,13 @@ func serveEtcd(args []string) error {
 			return fmt.Errorf("load TLS files: %w", err)
 		}
 	}
+
 	e, err := embed.StartEtcd(cfg)
 	if err != nil {
 		return fmt.Errorf("start etcd: %w", err)
 	}
 	defer e.Close()
+
 	select {
 	case <-e.Server.ReadyNotify():
 		if _, err := fmt.Fprintln(os.Stdout, "serving"); err != nil {

@@ -50,10 +50,12 @@ func moveTimes(file string, d time.Duration) (moved int, err error) {
 			for k := range v {
 				v[k] = move(v[k])
 			}
+
 		case []any:
 			for i := range v {
 				v[i] = move(v[i])
 			}
+
 		case string:
 			if at, err := time.Parse(time.RFC3339Nano, v); err == nil && !at.IsZero() {
 				moved++

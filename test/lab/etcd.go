@@ -84,7 +84,8 @@ func (e *Etcd) TLSFiles() TLSFiles { return e.files }
 func (e *Etcd) Login(user, password string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.user, e.password = user, password
+	e.user = user
+	e.password = password
 }
 
 // Start starts the store with its existing data, and waits until it answers. It must not
@@ -93,10 +94,12 @@ func (e *Etcd) Start(ctx context.Context) error {
 	if e.server != "" {
 		return e.startServer(ctx)
 	}
+
 	cfg := etcdConfig{Dir: etcdDir, URLs: e.Endpoints(), CertFile: e.files.serverCert, KeyFile: e.files.serverKey}
 	if e.files.ClientCert != "" {
 		cfg.ClientCAFile = e.files.CA
 	}
+
 	arg, err := json.Marshal(cfg)
 	if err != nil {
 		return err
@@ -109,6 +112,7 @@ func (e *Etcd) Start(ctx context.Context) error {
 	p, err := startProcess(ctx, e.n, processSpec{
 		name: etcdChild, path: e.path, args: []string{string(arg)}, env: childEnv(e.env), out: out,
 	})
+
 	out.Close()
 	if err != nil {
 		return fmt.Errorf("start etcd: %w", err)
@@ -206,12 +210,15 @@ func (e *Etcd) Client(ctx context.Context, change ...func(*clientv3.Config)) (*c
 			return nil, fmt.Errorf("make etcd client: %w", err)
 		}
 	}
+
 	e.mu.Lock()
-	cfg.Username, cfg.Password = e.user, e.password
+	cfg.Username = e.user
+	cfg.Password = e.password
 	e.mu.Unlock()
 	for _, f := range change {
 		f(&cfg)
 	}
+
 	c, err := clientv3.New(cfg)
 	if err != nil {
 		return nil, fmt.Errorf("make etcd client: %w", err)

@@ -43,11 +43,13 @@ func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, e
 	if o.Path == "" {
 		return nil, errors.New("start flanneld: no binary given")
 	}
+
 	args := []string{"--healthz-ip=127.0.0.1", "--healthz-port=" + healthPort}
 	args = append(args, h.storeArgs()...)
 	if names := h.lab.networkNames(); len(names) > 0 {
 		args = append(args, "--networks="+strings.Join(names, ","))
 	}
+
 	p, err := startProcess(ctx, h.Namespace, processSpec{
 		name: "flanneld", path: o.Path, args: append(args, o.Args...), env: childEnv(o.Env),
 	})
@@ -58,6 +60,7 @@ func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, e
 	if slices.ContainsFunc(o.Args, func(arg string) bool { return strings.Contains(arg, "networks") }) {
 		d.files = nil // the lab does not know the networks of these flags
 	}
+
 	h.mu.Lock()
 	h.daemons = append(h.daemons, d)
 	h.mu.Unlock()
@@ -109,6 +112,7 @@ func (d *Daemon) Ready(ctx context.Context) error {
 	const period = 20 * time.Millisecond
 	tick := time.NewTicker(period)
 	defer tick.Stop()
+
 	for {
 		_, reason, err := d.Get(ctx, "/readyz")
 		for _, file := range d.files {
@@ -119,6 +123,7 @@ func (d *Daemon) Ready(ctx context.Context) error {
 		if err == nil {
 			return nil
 		}
+
 		select {
 		case <-tick.C:
 		case <-d.exited:

@@ -53,6 +53,7 @@ func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int)
 	if rate < 1 {
 		return nil, fmt.Errorf("start flow: %d packets per second", rate)
 	}
+
 	fl := &Flow{}
 	err := to.Do(ctx, func() (err error) {
 		fl.far, err = net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(to.Addr(f), 0)))
@@ -67,6 +68,7 @@ func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int)
 		return nil, fmt.Errorf("start flow: %w", err)
 	}
 	fl.near = near.(*net.UDPConn)
+
 	for _, conn := range []*net.UDPConn{fl.near, fl.far} {
 		if err := keepAll(conn); err != nil {
 			fl.near.Close()
@@ -74,6 +76,7 @@ func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int)
 			return nil, fmt.Errorf("start flow: %w", err)
 		}
 	}
+
 	sending, stop := context.WithCancel(context.WithoutCancel(ctx))
 	fl.stop, fl.last = stop, time.Now()
 	fl.sendNext()
@@ -166,7 +169,8 @@ func (f *Flow) receive() {
 		if seq := binary.BigEndian.Uint64(buf); seq < uint64(len(f.packets)) {
 			f.packets[seq].answered = true
 			now := time.Now()
-			f.gap, f.last = max(f.gap, now.Sub(f.last)), now
+			f.gap = max(f.gap, now.Sub(f.last))
+			f.last = now
 		}
 		f.mu.Unlock()
 	}
@@ -180,6 +184,7 @@ func (f *Flow) Stats() FlowStats {
 	if !f.stopped.IsZero() { // after Stop, time does not count for the gap
 		now = f.stopped
 	}
+
 	s := FlowStats{Sent: len(f.packets), Gap: max(f.gap, now.Sub(f.last)), Err: f.err}
 	for seq, p := range f.packets {
 		if p.answered {
@@ -205,14 +210,17 @@ func (f *Flow) Stop() FlowStats {
 	if !again {
 		f.stopped = time.Now()
 	}
+
 	f.mu.Unlock()
 	if again {
 		return f.Stats()
 	}
+
 	patience := time.NewTimer(grace)
 	defer patience.Stop()
 	tick := time.NewTicker(period)
 	defer tick.Stop()
+
 	for waiting := true; waiting; {
 		select {
 		case <-tick.C:
@@ -221,6 +229,7 @@ func (f *Flow) Stop() FlowStats {
 			waiting = false
 		}
 	}
+
 	s := f.Stats()
 	f.near.Close()
 	f.far.Close()

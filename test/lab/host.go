@@ -51,6 +51,7 @@ func (h *Host) Reinstall(ctx context.Context) error {
 	for _, d := range h.running() {
 		d.Kill()
 	}
+
 	for _, p := range h.pods {
 		p.close()
 	}
@@ -93,12 +94,14 @@ func (h *Host) RemovePods(ctx context.Context) error {
 	for _, p := range h.pods {
 		p.close()
 	}
+
 	h.pods = nil
 	return h.Netlink(ctx, func(nl *netlink.Handle) error {
 		links, err := nl.LinkList()
 		for errors.Is(err, netlink.ErrDumpInterrupted) {
 			links, err = nl.LinkList()
 		}
+
 		for _, link := range links {
 			if name := link.Attrs().Name; err == nil && (h.lab.IsBridge(name) || podPort.MatchString(name)) {
 				err = nl.LinkDel(link)
@@ -166,6 +169,7 @@ func (r Route) String() string {
 	if r.Refuses {
 		b.WriteString("unreachable ")
 	}
+
 	fmt.Fprint(&b, r.Dst)
 	if r.Via.IsValid() {
 		fmt.Fprint(&b, " via ", r.Via)
@@ -191,11 +195,13 @@ func (h *Host) Routes(ctx context.Context) (routes []Route, err error) {
 		for _, l := range links {
 			dev[l.Attrs().Index] = l.Attrs().Name
 		}
+
 		for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
 			have, err := nl.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_MAIN}, netlink.RT_FILTER_TABLE)
 			if err != nil {
 				return fmt.Errorf("list routes of %s: %w", h.Name(), err)
 			}
+
 			for _, r := range have {
 				route := toRoute(r, family)
 				if !route.Refuses { // the kernel shows lo for an unreachable IPv6 route
@@ -220,6 +226,7 @@ func toRoute(r netlink.Route, family int) Route {
 	if via, ok := netip.AddrFromSlice(r.Gw); ok {
 		out.Via = via.Unmap()
 	}
+
 	out.Dst = netip.PrefixFrom(netip.IPv4Unspecified(), 0)
 	if family == unix.AF_INET6 {
 		out.Dst = netip.PrefixFrom(netip.IPv6Unspecified(), 0)

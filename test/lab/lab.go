@@ -97,6 +97,7 @@ func (c *Config) validate() error {
 	if c.Latency < 0 {
 		return fmt.Errorf("latency: %v is negative", c.Latency)
 	}
+
 	for _, f := range c.Families {
 		if f != prefix.IPv4 && f != prefix.IPv6 {
 			return fmt.Errorf("address family: %d is neither 4 nor 6", int(f))
@@ -126,6 +127,7 @@ func New(ctx context.Context, cfg Config) (*Lab, error) {
 	if os.Geteuid() != 0 {
 		return nil, errors.New("a lab needs root: it makes network namespaces")
 	}
+
 	l := &Lab{cfg: cfg}
 	if err := l.build(ctx); err != nil {
 		l.Close()
@@ -141,6 +143,7 @@ func (l *Lab) build(ctx context.Context) (err error) {
 	if err := l.buildSegments(ctx); err != nil {
 		return fmt.Errorf("build underlay: %w", err)
 	}
+
 	for i := 1; i <= l.cfg.Hosts; i++ {
 		h, err := l.newHost(ctx, i)
 		if h != nil {
@@ -184,6 +187,7 @@ func (l *Lab) Close() {
 	for _, h := range l.hosts {
 		daemons = append(daemons, h.running()...)
 	}
+
 	stopAll(daemons)
 	l.mu.Lock()
 	api := l.api
@@ -194,6 +198,7 @@ func (l *Lab) Close() {
 	if l.etcd != nil {
 		l.etcd.Kill()
 	}
+
 	for _, h := range l.hosts {
 		for _, p := range h.Pods() {
 			p.close()

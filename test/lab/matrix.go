@@ -49,6 +49,7 @@ func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.
 			}
 		}
 	}
+
 	// If both ends of a WireGuard tunnel begin a handshake at the same moment, both handshakes fail.
 	// The ends repeat them after five seconds, which is longer than reach waits. So first one pod of
 	// each pair reaches the other, and then the other way round.
@@ -85,6 +86,7 @@ func (c *Cell) reach(ctx context.Context) error {
 			return fmt.Errorf("%s has no %v address", p.name, c.Family)
 		}
 	}
+
 	// The first packets may be lost while the kernel resolves the neighbour's address, and are refused until the host
 	// has a route to the other one.
 	const patience, pause = 2 * time.Second, 50 * time.Millisecond
@@ -118,6 +120,7 @@ func (c *Cell) measure(ctx context.Context, d time.Duration) error {
 			c.RTT = rtt
 		}
 	}
+
 	var err error
 	c.BitsPerSecond, err = c.From.Throughput(ctx, c.To, c.Family, d)
 	return err

@@ -30,6 +30,7 @@ func enterHostNamespaces(n *Namespace) error {
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 		return fmt.Errorf("make mounts private: %w", err)
 	}
+
 	for _, dir := range []string{"/run", "/var/lib"} {
 		if err := unix.Mount("lab", dir, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, "mode=0755"); err != nil {
 			return fmt.Errorf("mount tmpfs on %s: %w", dir, err)

@@ -35,7 +35,8 @@ type enterFunc func(*Namespace) error
 
 func newNamespace(name string, enter enterFunc) (*Namespace, error) {
 	n := &Namespace{name: name, calls: make(chan func()), stop: make(chan struct{})}
-	entered, ended := make(chan error, 1), make(chan struct{})
+	entered := make(chan error, 1)
+	ended := make(chan struct{})
 	n.close = sync.OnceFunc(func() {
 		close(n.stop)
 		<-ended
@@ -47,6 +48,7 @@ func newNamespace(name string, enter enterFunc) (*Namespace, error) {
 			}
 		}
 	})
+
 	go onOwnThread(func() {
 		defer close(ended)
 		n.tid = unix.Gettid()
@@ -55,6 +57,7 @@ func newNamespace(name string, enter enterFunc) (*Namespace, error) {
 		if err != nil {
 			return
 		}
+
 		for {
 			select {
 			case f := <-n.calls:
@@ -81,6 +84,7 @@ func onOwnThread(f func()) {
 		f()
 		return
 	}
+
 	defer runtime.UnlockOSThread()
 	elsewhere := make(chan struct{})
 	go func() {
@@ -185,7 +189,8 @@ func (n *Namespace) Exec(ctx context.Context, name string, args ...string) ([]by
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) } // kills the command and its children
 	out := &log{}
-	cmd.Stdout, cmd.Stderr = out, out
+	cmd.Stdout = out
+	cmd.Stderr = out
 	if err := n.start(cmd); err != nil {
 		return nil, err
 	}

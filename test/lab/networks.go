@@ -34,8 +34,10 @@ func Networks(names []string, families []prefix.Family, backends []string, extra
 		case "udp":
 			b["Port"] = 8285 + i
 		case "wireguard":
-			b["ListenPort"], b["ListenPortV6"] = 51820+2*i, 51821+2*i
+			b["ListenPort"] = 51820 + 2*i
+			b["ListenPortV6"] = 51821 + 2*i
 		}
+
 		maps.Copy(b, extra)
 		b["Type"] = backends[i%len(backends)]
 		text, err := json.Marshal(b)

@@ -98,6 +98,7 @@ func (h *Host) addPod(ctx context.Context, name, network, file, bridge string) (
 	if name == "" {
 		name = fmt.Sprintf("pod%d", number)
 	}
+
 	n, err := newNamespace(h.Name()+"/"+name, enterNetNS)
 	if err != nil {
 		return nil, err
@@ -138,7 +139,9 @@ func (p *Pod) Adopt(ctx context.Context) error {
 		if err != nil {
 			return fmt.Errorf("find eth0 of %s: %w", p.Name(), err)
 		}
-		p.mtu, p.addrs = eth0.Attrs().MTU, nil
+		p.mtu = eth0.Attrs().MTU
+		p.addrs = nil
+
 		for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
 			addrs, err := h.AddrList(eth0, family)
 			if err != nil {
@@ -169,11 +172,13 @@ func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
 		addrs, gateways[own] = append(addrs, own), bridge.Addr()
 		p.addrs = append(p.addrs, addr)
 	}
+
 	port := &netlink.Veth{
 		LinkAttrs:     attrs(fmt.Sprintf("pod%d", number), env.mtu),
 		PeerName:      "eth0",
 		PeerNamespace: netlink.NsFd(p.net.Fd()),
 	}
+
 	err := p.host.Netlink(ctx, func(h *netlink.Handle) error {
 		if err := ensureBridge(h, env); err != nil {
 			return err
@@ -219,6 +224,7 @@ func ensureBridge(h *netlink.Handle, env subnetEnv) error {
 	if err := h.LinkSetMTU(br, env.mtu); err != nil {
 		return fmt.Errorf("set MTU of %s: %w", env.bridge, err)
 	}
+
 	for _, a := range env.bridges {
 		if err := addAddr(h, br, a); err != nil {
 			return err
@@ -240,6 +246,7 @@ func parseSubnetEnv(text, file string) (env subnetEnv, err error) {
 		key, value, _ := strings.Cut(strings.TrimSpace(line), "=")
 		values[key] = value
 	}
+
 	for _, key := range []string{"FLANNEL_SUBNET", "FLANNEL_IPV6_SUBNET"} {
 		value, ok := values[key]
 		if !ok {
@@ -254,6 +261,7 @@ func parseSubnetEnv(text, file string) (env subnetEnv, err error) {
 	if len(env.bridges) == 0 {
 		return env, fmt.Errorf("%s names no subnet", file)
 	}
+
 	const minMTU = 68 // the least MTU of a link with IPv4
 	env.mtu, err = strconv.Atoi(values["FLANNEL_MTU"])
 	if err != nil || env.mtu < minMTU || env.mtu > maxMTU {

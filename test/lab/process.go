@@ -171,11 +171,13 @@ func (p *process) WaitLog(ctx context.Context, text string) error {
 		if strings.Contains(have, text) {
 			return nil
 		}
+
 		select {
 		case <-more:
 			continue
 		default:
 		}
+
 		select {
 		case <-more:
 		case <-p.exited:
@@ -211,6 +213,7 @@ func stopAll(daemons []*Daemon) {
 	for _, d := range daemons {
 		_ = d.Signal(unix.SIGTERM) // a daemon may already have exited
 	}
+
 	late := time.NewTimer(patience)
 	defer late.Stop()
 	for _, d := range daemons {

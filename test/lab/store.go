@@ -47,6 +47,7 @@ func networkConfig(i int, families []prefix.Family, backend json.RawMessage) (js
 	if backend != nil {
 		cfg["Backend"] = backend
 	}
+
 	text, err := json.Marshal(cfg)
 	if err != nil {
 		return nil, fmt.Errorf("write network configuration: %w", err)

@@ -33,6 +33,7 @@ func (p *Pod) connectTo(ctx context.Context, to *Pod, f prefix.Family) (c connec
 		return c, err
 	}
 	defer l.Close()
+
 	// On the first failure gctx ends, which closes the listener and so also ends Accept.
 	g, gctx := errgroup.WithContext(ctx)
 	defer context.AfterFunc(gctx, func() { l.Close() })()
@@ -40,6 +41,7 @@ func (p *Pod) connectTo(ctx context.Context, to *Pod, f prefix.Family) (c connec
 		c.far, err = l.Accept()
 		return err
 	})
+
 	g.Go(func() (err error) {
 		c.near, err = p.Dial(gctx, "tcp", l.Addr().String())
 		return err
@@ -72,12 +74,14 @@ func (p *Pod) Connect(ctx context.Context, to *Pod, f prefix.Family) (seen netip
 			err = fmt.Errorf("connect %s to %s: %w", p.name, to.name, err)
 		}
 	}()
+
 	c, err := p.connectTo(ctx, to, f)
 	if err != nil {
 		return seen, err
 	}
 	defer c.Close()
 	defer context.AfterFunc(ctx, c.Close)()
+
 	for _, way := range []connection{c, {near: c.far, far: c.near}} {
 		if _, err := way.near.Write([]byte("hello")); err != nil {
 			return seen, cause(ctx, err)
@@ -109,7 +113,8 @@ func (p *Pod) throughput(ctx context.Context, to *Pod, f prefix.Family, d time.D
 	}
 	defer c.Close()
 	defer context.AfterFunc(ctx, c.Close)()
-	start, received := time.Now(), int64(0)
+	start := time.Now()
+	received := int64(0)
 	end := start.Add(d)
 	if err := c.far.SetReadDeadline(start.Add(max(d, patience))); err != nil {
 		return 0, err
@@ -123,6 +128,7 @@ func (p *Pod) throughput(ctx context.Context, to *Pod, f prefix.Family, d time.D
 			}
 		}
 	})
+
 	g.Go(func() error {
 		buf := make([]byte, 1<<17)
 		n, err := c.far.Read(buf)

@@ -62,6 +62,7 @@ func (l *Lab) buildSegments(ctx context.Context) error {
 			if err := h.LinkAdd(br); err != nil {
 				return fmt.Errorf("add bridge %s: %w", br.Name, err)
 			}
+
 			for _, f := range l.cfg.Families {
 				if err := addAddr(h, br, segmentAddr(f, s, router)); err != nil {
 					return err
@@ -86,6 +87,7 @@ func (l *Lab) attach(ctx context.Context, host *Host) error {
 		PeerHardwareAddr: host.mac, // none, which makes the kernel choose one, until the host is reinstalled
 		PeerNamespace:    netlink.NsFd(host.net.Fd()),
 	}
+
 	err := l.underlay.Netlink(ctx, func(h *netlink.Handle) error {
 		if err := plug(h, port, bridgeName(host.segment)); err != nil {
 			return err
@@ -100,6 +102,7 @@ func (l *Lab) attach(ctx context.Context, host *Host) error {
 		for _, f := range l.cfg.Families {
 			addrs = append(addrs, segmentAddr(f, host.segment, host.number))
 		}
+
 		gateway := func(p netip.Prefix) netip.Addr {
 			return segmentAddr(prefix.FamilyOf(p.Addr()), host.segment, router).Addr()
 		}
@@ -155,6 +158,7 @@ func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Nam
 	defer cancel()
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
+
 	for _, end := range []struct {
 		of   *Namespace
 		link string
@@ -171,6 +175,7 @@ func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Nam
 			if up {
 				break
 			}
+
 			select {
 			case <-tick.C:
 			case <-ctx.Done():
@@ -192,12 +197,14 @@ func (l *Lab) pinNeighbours(ctx context.Context) error {
 	if len(l.hosts) <= maxLearned {
 		return nil
 	}
+
 	for _, host := range l.hosts {
 		err := host.Netlink(ctx, func(h *netlink.Handle) error {
 			eth0, err := h.LinkByName("eth0")
 			if err != nil {
 				return fmt.Errorf("find eth0: %w", err)
 			}
+
 			for _, peer := range l.hosts {
 				if peer == host || peer.segment != host.segment {
 					continue
@@ -243,6 +250,7 @@ func configure(h *netlink.Handle, addrs []netip.Prefix, gateway func(netip.Prefi
 	if err != nil {
 		return fmt.Errorf("find eth0: %w", err)
 	}
+
 	for _, a := range addrs {
 		if err := addAddr(h, eth0, a); err != nil {
 			return err
@@ -251,6 +259,7 @@ func configure(h *netlink.Handle, addrs []netip.Prefix, gateway func(netip.Prefi
 	if err := setUp(h, eth0); err != nil {
 		return err
 	}
+
 	for _, a := range addrs {
 		gw := gateway(a)
 		r := &netlink.Route{LinkIndex: eth0.Attrs().Index, Gw: gw.AsSlice()}
@@ -297,7 +306,8 @@ func setUp(h *netlink.Handle, link netlink.Link) error {
 
 func attrs(name string, mtu int) netlink.LinkAttrs {
 	a := netlink.NewLinkAttrs()
-	a.Name, a.MTU = name, mtu
+	a.Name = name
+	a.MTU = mtu
 	return a
 }
 
@@ -338,6 +348,7 @@ func (l *Lab) shape(h *netlink.Handle, port netlink.Link) error {
 	if l.cfg.Rate == 0 {
 		return nil
 	}
+
 	burst := max(l.cfg.Rate/100, math.MaxUint16+1) // large enough for a packet with segmentation offload
 	tbf := &netlink.Tbf{
 		QdiscAttrs: at,

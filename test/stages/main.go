@@ -118,6 +118,7 @@ func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err er
 	if !slices.Contains([]part{short, rest, all}, o.part) {
 		return false, fmt.Errorf("unknown part %q: want short, rest or all", o.part)
 	}
+
 	out = &lockedWriter{w: out}
 	start := time.Now()
 	results, err := o.results(ctx, flags.Args(), out)
@@ -162,10 +163,12 @@ func runAll(ctx context.Context, chosen []stage, sel selection, out io.Writer) [
 	var results []*run
 	var background sync.WaitGroup
 	defer background.Wait()
+
 	for _, s := range chosen {
 		if s.exclusive {
 			background.Wait()
 		}
+
 		r := &run{stage: s.name, part: sel.part, strict: strict, out: out}
 		results = append(results, r)
 		if s.rest && sel.part == short {
@@ -176,6 +179,7 @@ func runAll(ctx context.Context, chosen []stage, sel selection, out io.Writer) [
 			r.err = fmt.Errorf("not run: %s did not pass", s.needs)
 			continue
 		}
+
 		fmt.Fprintf(out, "== %s: %s\n", s.name, s.help)
 		if s.background {
 			background.Go(func() { runOne(ctx, s, r, sel) })
@@ -224,6 +228,7 @@ func choose(all []stage, names []string) ([]stage, error) {
 	if len(names) == 0 {
 		return all, nil
 	}
+
 	var chosen []stage
 	for _, name := range names {
 		s, err := named(all, name)
@@ -268,7 +273,9 @@ func summary(out io.Writer, results []*run, took time.Duration) bool {
 	fmt.Fprintln(out)
 	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(w, "stage\tresult\tseconds\tCPU\tpassed\tfailed\tskipped\tleft\t")
-	ok, total, left := true, counts{}, 0
+	ok := true
+	total := counts{}
+	left := 0
 	var cpu time.Duration
 	for _, r := range results {
 		ok = ok && r.ok()
@@ -278,15 +285,18 @@ func summary(out io.Writer, results []*run, took time.Duration) bool {
 		fmt.Fprintf(w, "%s\t%s\t%.1f\t%.1f\t%d\t%d\t%d\t%s\t\n",
 			r.stage, r.result(), r.took.Seconds(), r.cpu.Seconds(), r.passed, r.failed, r.skipped, r.leftColumn())
 	}
+
 	fmt.Fprintf(w, "all\t%s\t%.1f\t%.1f\t%d\t%d\t%d\t%d\t\n", word(ok), took.Seconds(), cpu.Seconds(), total.passed, total.failed, total.skipped, left)
 	if err := w.Flush(); err != nil {
 		return false
 	}
+
 	for _, r := range results {
 		if names := r.leftNames(); names != "" {
 			fmt.Fprintf(out, "%s: left to make %s: %s\n", r.stage, r.other(), names)
 		}
 	}
+
 	fmt.Fprint(out, failures(results))
 	if i := slices.IndexFunc(results, func(r *run) bool { return !r.ok() }); i >= 0 {
 		fmt.Fprintln(out)

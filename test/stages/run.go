@@ -140,10 +140,12 @@ func (r *run) reasons() []string {
 	if r.leftOut {
 		return nil
 	}
+
 	var reasons []string
 	for _, f := range r.failures {
 		reasons = append(reasons, "failed: "+f.String())
 	}
+
 	for _, s := range r.skips {
 		reasons = append(reasons, "skipped: "+s)
 	}
@@ -162,6 +164,7 @@ func (r *run) lookAt(out io.Writer) {
 		fmt.Fprintf(out, "look first at %s: %s\n", r.stage, strings.Join(r.reasons(), "; "))
 		return
 	}
+
 	first := r.failures[0]
 	for _, f := range r.failures { // take one with a message: a test that failed because of its subtest has none
 		if f.message != "" {
@@ -169,6 +172,7 @@ func (r *run) lookAt(out io.Writer) {
 			break
 		}
 	}
+
 	fmt.Fprintf(out, "look first at %s\n", first)
 	if r.logName != "" {
 		fmt.Fprintf(out, "the output of all tests, with the logs of their daemons: %s\n", r.logName)
@@ -231,22 +235,26 @@ func (p *reader) line(line string) {
 		fmt.Fprint(p.log(), line)
 		return
 	}
+
 	key := cmp.Or(e.ImportPath, e.Package)
 	if e.Test != "" {
 		key = testName(e)
 	}
+
 	switch e.Action {
 	case "run", "cont":
 		if p.running[e.Package] == nil {
 			p.running[e.Package] = map[string]time.Time{}
 		}
 		p.running[e.Package][e.Test] = e.Time
+
 	case "pause": // the test waits until other parallel tests have ended
 		delete(p.running[e.Package], e.Test)
 	case "output", "build-output":
 		if !strings.HasPrefix(e.Output, "=== ") {
 			p.output[key] = append(p.output[key], e.Output)
 		}
+
 	case "build-fail":
 		p.broken[key] = p.message(key)
 		p.show(key)
@@ -331,10 +339,12 @@ func (p *reader) test(e event, key string) {
 		if e.Elapsed >= slow && !strings.Contains(e.Test, "/") {
 			fmt.Fprintf(p.run.out, "      %s (%.1fs)\n", e.Test, e.Elapsed)
 		}
+
 	case "fail":
 		c.failed++
 		p.run.failures = append(p.run.failures, failure{e.Package, e.Test, p.message(key)})
 		p.show(key)
+
 	case "skip":
 		c.skipped++
 		p.run.skips = append(p.run.skips, key)
@@ -355,6 +365,7 @@ func (p *reader) pkg(e event) {
 			p.show(key)
 		}
 	}
+
 	p.forget(e.Package)
 	delete(p.running, e.Package)
 	p.run.add(*c)
@@ -376,16 +387,19 @@ func (p *reader) early(e event) string {
 			}
 		}
 	}
+
 	tests := slices.Collect(maps.Keys(began))
 	if len(tests) == 0 {
 		return ""
 	}
+
 	slices.SortFunc(tests, func(a, b string) int { return cmp.Or(began[a].Compare(began[b]), strings.Compare(a, b)) })
 	for i, test := range tests {
 		if since := began[test]; !since.IsZero() {
 			tests[i] += fmt.Sprintf(" (%v)", e.Time.Sub(since).Round(time.Second))
 		}
 	}
+
 	message := "did not end: " + strings.Join(tests, ", ")
 	for _, key := range p.keys(e.Package) { // the output of the test that printed last contains the crash
 		if m := p.message(key); crashLine.MatchString(m) {

@@ -55,6 +55,7 @@ func vm(ctx context.Context, r *run, s selection) error {
 	if len(tests) == 0 {
 		return nil
 	}
+
 	dir, err := os.MkdirTemp("", "stages-")
 	if err != nil {
 		return err
@@ -204,7 +205,8 @@ func (r *run) wait(cmd *exec.Cmd) error {
 
 // show runs a command, and prints its output where r prints.
 func show(cmd *exec.Cmd, r *run) error {
-	cmd.Stdout, cmd.Stderr = r.out, r.out
+	cmd.Stdout = r.out
+	cmd.Stderr = r.out
 	if err := cmd.Start(); err != nil {
 		return err
 	}

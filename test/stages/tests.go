@@ -232,6 +232,7 @@ func testsOf(pkg, path string) ([]test, error) {
 		if !ok || f.Recv != nil || !isTest(f.Name.Name) {
 			continue
 		}
+
 		t := test{pkg: pkg, name: f.Name.Name}
 		if f.Doc != nil {
 			for _, c := range f.Doc.List {
@@ -243,6 +244,7 @@ func testsOf(pkg, path string) ([]test, error) {
 		}
 		tests = append(tests, t)
 	}
+
 	for _, group := range file.Comments {
 		for _, c := range group.List {
 			if strings.HasPrefix(c.Text, restMark) && !marks[c.Pos()] {

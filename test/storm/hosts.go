@@ -135,11 +135,13 @@ func (s *Hosts) Start(a Start, _ *struct{}) error {
 			return err
 		}
 	}
+
 	for i := a.From; i < a.To; i++ {
 		h := s.loaded[i]
 		delete(s.loaded, i)
 		if s.reference == nil {
-			s.reference, h.observation.ledger = h, &subnet.Ledger{}
+			s.reference = h
+			h.observation.ledger = &subnet.Ledger{}
 		}
 		s.hosts[i] = h
 		h.start()
@@ -175,6 +177,7 @@ func (s *Hosts) Stop(a Stop, r *Stopped) error {
 			r.Leases = append(r.Leases, l)
 		}
 	}
+
 	wg.Wait()
 	if len(s.hosts) == 0 {
 		debug.FreeOSMemory()
@@ -227,6 +230,7 @@ func (s *Hosts) Wait(a Wait, r *State) error {
 			ok, _ := h.observation.right(expected)
 			return ok && h.renewedSince(a.Renewed)
 		}
+
 		all := s.hosts[wrong] == nil || done(wrong)
 		for i := range s.hosts {
 			if !all {
@@ -258,6 +262,7 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 		if h.renewedSince(renewed) {
 			r.Renewed++
 		}
+
 		r.Running++
 		if ok {
 			r.Right++
@@ -265,6 +270,7 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 		} else {
 			example = cmp.Or(h.why(), fmt.Sprintf("host %d %s", h.number, h.observation.difference(expected)))
 		}
+
 		h.mu.Lock()
 		r.Outages += h.outages
 		if h.acquired.After(r.Leased) {
@@ -275,10 +281,12 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 		}
 		h.mu.Unlock()
 	}
+
 	r.Example = cmp.Or(example, r.Example)
 	if len(times) > 0 {
 		slices.SortFunc(times, time.Time.Compare)
-		r.Half, r.Last = times[len(times)/2], times[len(times)-1]
+		r.Half = times[len(times)/2]
+		r.Last = times[len(times)-1]
 	}
 	return r
 }
@@ -358,6 +366,7 @@ func (h *host) run(ctx context.Context) error {
 		kept <- m.Keep(ctx, own)
 		cancel()
 	}()
+
 	err = m.Watch(ctx, h.observation.take)
 	cancel()
 	return errors.Join(err, <-kept)
@@ -371,6 +380,7 @@ func (h *host) acquire(ctx context.Context, m manager, former *subnet.Lease) (ow
 			return own, err
 		}
 	}
+
 	for {
 		cfg, err := m.Config(ctx)
 		if err != nil {
@@ -381,6 +391,7 @@ func (h *host) acquire(ctx context.Context, m manager, former *subnet.Lease) (ow
 		if err != nil {
 			return own, err
 		}
+
 		switch {
 		case len(before.Endpoints) > 0:
 			claim.Endpoints[0].Subnet = before.Endpoints[0].Subnet
@@ -390,6 +401,7 @@ func (h *host) acquire(ctx context.Context, m manager, former *subnet.Lease) (ow
 		if own, err = m.Acquire(ctx, cfg, claim); !errors.Is(err, subnet.ErrNoSubnets) {
 			return own, err
 		}
+
 		select {
 		case <-ctx.Done():
 			return own, ctx.Err()

@@ -47,6 +47,7 @@ func startAPIServer(ctx context.Context, l *lab.Lab, program string) (s *apiServ
 		return fmt.Sprintf(`%s,system:serviceaccount:%s:%s,%s,"system:serviceaccounts,system:serviceaccounts:%s,system:authenticated"`,
 			token, namespace, name, name, namespace)
 	}
+
 	s.api, err = l.StartAPIServer(ctx, lab.APIServerOptions{Path: program, Tokens: []string{
 		adminToken + ",admin,admin,system:masters",
 		account(flannelToken, "kube-flannel", "flannel"),
@@ -99,6 +100,7 @@ func (s *apiServer) do(ctx context.Context, token, method, path string, body any
 	if method == http.MethodPatch {
 		req.Header.Set("Content-Type", "application/merge-patch+json")
 	}
+
 	resp, err := s.client.Do(req)
 	if err != nil {
 		return err

@@ -49,6 +49,7 @@ func parse(args []string) (options, error) {
 	for _, s := range scenarios() {
 		known = append(known, s.name)
 	}
+
 	only := f.String("only", "", "comma-separated scenarios; empty means all of "+strings.Join(known, ", "))
 	f.StringVar(&o.etcd, "etcd", "bin/tools/etcd-3.6", "etcd program")
 	f.StringVar(&o.apiserver, "apiserver", "bin/tools/kube-apiserver", "Kubernetes API server")
@@ -63,6 +64,7 @@ func parse(args []string) (options, error) {
 	if f.NArg() > 0 {
 		return o, fmt.Errorf("unexpected argument %q", f.Arg(0))
 	}
+
 	var err error
 	if o.sizes, err = numbers("n", *sizes); err != nil {
 		return o, err
@@ -79,6 +81,7 @@ func parse(args []string) (options, error) {
 	if *only != "" {
 		o.scenarios = strings.Split(*only, ",")
 	}
+
 	for _, s := range o.scenarios {
 		if !strings.Contains(","+strings.Join(known, ",")+",", ","+s+",") {
 			return o, fmt.Errorf("-only: unknown scenario %q", s)
@@ -112,6 +115,7 @@ func main() {
 		}
 		return
 	}
+
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := execute(ctx, os.Args[1:], os.Stdout)
 	stop()
@@ -130,6 +134,7 @@ func execute(ctx context.Context, args []string, progress io.Writer) error {
 	if err := r.describe(ctx); err != nil {
 		return err
 	}
+
 	for _, store := range o.stores {
 		sizes := o.sizes
 		if store == "kube" {

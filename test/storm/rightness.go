@@ -38,11 +38,13 @@ func (r *registry) number(id identity) int {
 	if ok {
 		return n
 	}
+
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if n, ok := r.numbers[id]; ok {
 		return n
 	}
+
 	n = len(r.numbers)
 	r.numbers[id] = n
 	r.all = append(r.all, id)
@@ -126,6 +128,7 @@ func (s *observation) take(u subnet.Update) {
 		changed = !have.equal(s.have)
 		s.have = have
 	}
+
 	for key, l := range u.Changed {
 		now := -1
 		if l != nil {
@@ -138,6 +141,7 @@ func (s *observation) take(u subnet.Update) {
 			}
 		}
 	}
+
 	now := time.Now()
 	if changed {
 		s.changed = now
@@ -173,6 +177,7 @@ func (s *observation) difference(expected bits) string {
 	if s.own < 0 {
 		return "has no lease"
 	}
+
 	for i := range 64 * max(len(s.have), len(expected)) {
 		has, want := s.have.has(i), expected.has(i) && i != s.own
 		if has == want {

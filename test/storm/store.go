@@ -137,6 +137,7 @@ func startProcess(ctx context.Context, l *lab.Lab, program string, ready func() 
 		defer close(p.exited)
 		_ = p.cmd.Wait() // it is ended by a signal
 	}()
+
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
 	for {

@@ -188,7 +188,8 @@ func (m *meter) restart(ctx context.Context) error {
 	m.spent += now.store.cpu - m.first.store.cpu
 	m.peak = max(m.peak, now.store.peak)
 	m.ended.Add(now.calls.Since(m.first.calls))
-	m.first.store, m.first.calls = usage{}, figures.Counts{}
+	m.first.store = usage{}
+	m.first.calls = figures.Counts{}
 	return m.s.store.restart(ctx)
 }
 
@@ -205,10 +206,12 @@ func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 	if m.earlier.Running == 0 {
 		r.Leased = now.Leased.Sub(m.began).Seconds()
 	}
+
 	r.Outages = now.Outages - m.earlier.Outages
 	if now.Right < now.Running {
 		r.Seconds = time.Since(m.began).Seconds()
 	}
+
 	m.bystander.finish(r)
 	last, err := s.read(ctx)
 	if err != nil {
@@ -217,8 +220,11 @@ func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 	r.StoreCPU = (m.spent + last.store.cpu - m.first.store.cpu).Seconds()
 	r.HostsCPU = (last.hosts.cpu - m.first.hosts.cpu).Seconds()
 	r.ProxyCPU = (last.proxy.cpu - m.first.proxy.cpu).Seconds()
-	r.Peak, r.HostsPeak, r.ProxyPeak = max(m.peak, last.store.peak), last.hosts.peak, last.proxy.peak
-	r.Sent, r.Received = last.sent-m.first.sent, last.received-m.first.received
+	r.Peak = max(m.peak, last.store.peak)
+	r.HostsPeak = last.hosts.peak
+	r.ProxyPeak = last.proxy.peak
+	r.Sent = last.sent - m.first.sent
+	r.Received = last.received - m.first.received
 	r.Calls = m.ended
 	r.Calls.Add(last.calls.Since(m.first.calls))
 	for _, kind := range s.store.bystanderCalls() {
@@ -241,6 +247,7 @@ func (s *storm) traffic(ctx context.Context) (sent, received float64, err error)
 	if err != nil {
 		return 0, 0, err
 	}
+
 	for line := range strings.Lines(string(text)) {
 		name, rest, _ := strings.Cut(line, ":")
 		if strings.TrimSpace(name) != "eth0" {
@@ -279,6 +286,7 @@ func (s *storm) bystand(ctx context.Context) *bystander {
 				return
 			case <-tick.C:
 			}
+
 			began := time.Now()
 			limited, cancel := context.WithTimeout(ctx, time.Minute)
 			err := s.store.writeAndRead(limited)
@@ -299,7 +307,8 @@ func (b *bystander) finish(r *result) {
 	b.cancel()
 	b.wg.Wait()
 	slices.Sort(b.took)
-	r.Bystanding, r.Failed = len(b.took), b.failed
+	r.Bystanding = len(b.took)
+	r.Failed = b.failed
 	if n := len(b.took); n > 0 {
 		r.Slowest, r.P99 = b.took[n-1].Seconds(), b.took[n*99/100].Seconds()
 	}
@@ -320,9 +329,11 @@ func (s *storm) startAll(ctx context.Context, a Start) error {
 
 // merge copies other to s. s keeps its TTL and Margin.
 func (s *Store) merge(other Store) {
-	ttl, margin := s.TTL, s.Margin
+	ttl := s.TTL
+	margin := s.Margin
 	*s = other
-	s.TTL, s.Margin = ttl, margin
+	s.TTL = ttl
+	s.Margin = margin
 }
 
 // stopAll stops hosts and returns the leases that they leave behind.
@@ -446,8 +457,10 @@ func (s *storm) replace(ctx context.Context, old, fresh, count int, within time.
 	steps := max(1, int(within/time.Second))
 	tick := time.NewTicker(max(within/time.Duration(steps), time.Millisecond))
 	defer tick.Stop()
+
 	for i := range steps {
-		from, to := count*i/steps, count*(i+1)/steps
+		from := count * i / steps
+		to := count * (i + 1) / steps
 		if from < to {
 			gone, err := s.stopAll(ctx, Stop{From: old + from, To: old + to})
 			if err != nil {
@@ -468,6 +481,7 @@ func (s *storm) replace(ctx context.Context, old, fresh, count int, within time.
 				return err
 			}
 		}
+
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
@@ -507,6 +521,7 @@ func (s *storm) putExtra(ctx context.Context) (subnet.Lease, error) {
 			"flannel.alpha.coreos.com/public-ip": publicIP(extra).String(), "flannel.alpha.coreos.com/backend-data": string(vtep(extra)),
 		}}})
 	}
+
 	l.Key = extraSubnet
 	value := fmt.Sprintf(`{"PublicIP":"%s","PublicIPv6":null,"BackendType":"vxlan","BackendData":%s}`, publicIP(extra), vtep(extra))
 	_, err := s.store.(*etcdServer).client.Put(ctx, lab.Prefix+"/subnets/"+l.Key, value)
@@ -533,6 +548,7 @@ func (s *storm) renewAll(ctx context.Context) (*result, error) {
 		return nil, err
 	}
 	e := s.store.(*etcdServer)
+
 	// The leases that the former scenario has left have another TTL, so each host would first replace
 	// its own lease.
 	if _, err := e.client.Delete(ctx, lab.Prefix+"/subnets/", clientv3.WithPrefix()); err != nil {
@@ -578,6 +594,7 @@ func (s *storm) run(ctx context.Context, names []string, progress io.Writer) err
 		if len(names) > 0 && !slices.Contains(names, sc.name) || sc.etcd && !isEtcd {
 			continue
 		}
+
 		r, err := sc.run(s, ctx)
 		if r != nil {
 			switch {

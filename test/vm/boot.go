@@ -37,6 +37,7 @@ func boot(ctx context.Context, g guest, r *report) error {
 		"-append", "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic mitigations=off norandmaps clocksource=tsc tsc=reliable watchdog_thresh=30 softlockup_panic=1"+
 			" init_on_alloc=0 hardened_usercopy=off randomize_kstack_offset=off audit=0 lsm=landlock cgroup.memory=nokmem,nosocket",
 		"-serial", "file:"+g.console, "-serial", "stdio")
+
 	cmd.Stderr = os.Stderr
 	pipe, err := cmd.StdoutPipe()
 	if err != nil {

@@ -76,6 +76,7 @@ func addTests(ctx context.Context, root string, o options) ([]job.Job, error) {
 		}
 		jobs = append(jobs, j)
 	}
+
 	text, err := json.Marshal(jobs)
 	if err != nil {
 		return nil, err
@@ -135,6 +136,7 @@ func addSystem(ctx context.Context, root string, k kernel) error {
 			return err
 		}
 	}
+
 	// All programs are in one folder, which has the names that scripts expect, such as /bin and /usr/bin.
 	for dir, to := range map[string]string{
 		"bin": "usr/sbin", "sbin": "usr/sbin", "usr/bin": "sbin", "lib": "usr/lib", "lib64": "usr/lib64", "var/run": "../run",
@@ -152,6 +154,7 @@ func addSystem(ctx context.Context, root string, k kernel) error {
 	if err := static(ctx, "build", "-o", filepath.Join(root, job.Test2JSON), "cmd/test2json"); err != nil {
 		return err
 	}
+
 	for _, t := range tools {
 		if _, err := addTool(ctx, root, t); err != nil {
 			return err
@@ -172,11 +175,13 @@ func addIPTables(ctx context.Context, root string) error {
 		if err != nil {
 			return err
 		}
+
 		for _, lib := range libraries {
 			if strings.HasPrefix(filepath.Base(lib), xtablesLibrary) {
 				extensions = filepath.Join(filepath.Dir(lib), xtablesFolder)
 			}
 		}
+
 		for _, family := range []string{"iptables", "ip6tables"} {
 			for _, verb := range []string{"", "-save", "-restore"} {
 				if err := os.Symlink(name, filepath.Join(root, "usr/sbin", family+variant+verb)); err != nil {
@@ -230,6 +235,7 @@ func addModules(ctx context.Context, root string, k kernel) error {
 			return err
 		}
 	}
+
 	for _, file := range []string{"modules.builtin", "modules.order"} {
 		if err := add(root, filepath.Join(k.modules, file), filepath.Join("/usr/lib/modules", k.version, file)); err != nil {
 			return err

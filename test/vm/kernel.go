@@ -32,6 +32,7 @@ func findKernel(ctx context.Context) (kernel, error) {
 	if runtime.GOARCH != "amd64" {
 		return kernel{}, fmt.Errorf("the guest is amd64 and runs programs of this machine, which is %s", runtime.GOARCH)
 	}
+
 	cache, err := os.UserCacheDir()
 	if err != nil {
 		return kernel{}, err
@@ -69,7 +70,10 @@ func fetchKernel(ctx context.Context, cache string) (kernel, error) {
 	if m == nil {
 		return kernel{}, fmt.Errorf("%s depends on no kernel:\n%s", metaPackage, about)
 	}
-	name, version, debian := m[1], m[2], m[3]
+
+	name := m[1]
+	version := m[2]
+	debian := m[3]
 	dir := filepath.Join(cache, name+"_"+debian)
 	k := kernel{
 		image:   filepath.Join(dir, "boot", "vmlinuz-"+version),
@@ -95,6 +99,7 @@ func fetchKernel(ctx context.Context, cache string) (kernel, error) {
 	if _, err := output(ctx, "", "dpkg-deb", "-x", debs[0], tree); err != nil {
 		return kernel{}, err
 	}
+
 	for _, path := range []string{tree + "/boot/vmlinuz-" + version, tree + "/lib/modules/" + version} {
 		if _, err := os.Stat(path); err != nil {
 			return kernel{}, fmt.Errorf("unpack %s: %w", name, err)

@@ -52,6 +52,7 @@ func (r *report) line(line string) {
 		fmt.Fprint(r.out, line)
 		return
 	}
+
 	switch {
 	case e.Test == "" && (e.Action == "pass" || e.Action == "fail"):
 		r.ended[e.Package] = true
@@ -78,6 +79,7 @@ func (r *report) close(jobs []job.Job) error {
 		if r.ended[j.Package] {
 			continue
 		}
+
 		for _, e := range []event{
 			{Action: "output", Package: j.Package, Output: "the tests did not end\n"},
 			{Action: "fail", Package: j.Package},
@@ -89,6 +91,7 @@ func (r *report) close(jobs []job.Job) error {
 			r.line(string(text) + "\n")
 		}
 	}
+
 	total := 0
 	for _, n := range r.passed {
 		total += n
@@ -96,6 +99,7 @@ func (r *report) close(jobs []job.Job) error {
 	if r.failed > 0 {
 		return fmt.Errorf("%d tests passed, not all", total)
 	}
+
 	for _, j := range jobs {
 		if r.passed[j.Package] == 0 {
 			return fmt.Errorf("no test ran in %s", j.Package)

@@ -62,6 +62,7 @@ func run(args []string, out io.Writer) error {
 		}
 		clean = nil
 	}
+
 	for _, entry := range clean {
 		failed++
 		fmt.Fprintf(out, "%s: %s is clean or does not exist: remove it with go run ./test/words -shrink\n", listFile, entry)
@@ -134,10 +135,12 @@ func check(root string, rules []rule) (found []finding, err error) {
 			}
 			return nil
 		}
+
 		paragraphs := extractor(d.Name())
 		if paragraphs == nil {
 			return nil
 		}
+
 		raw, err := os.ReadFile(path)
 		if err != nil {
 			return err
@@ -146,6 +149,7 @@ func check(root string, rules []rule) (found []finding, err error) {
 		if err != nil {
 			return err
 		}
+
 		for _, p := range paragraphs(string(raw)) {
 			for _, sentence := range sentences(p.text) {
 				for _, r := range rules {

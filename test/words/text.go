@@ -40,6 +40,7 @@ func goComments(text string) (all []paragraph) {
 	if err != nil {
 		return nil
 	}
+
 	for _, group := range file.Comments {
 		line := files.Position(group.Pos()).Line
 		for p := range strings.SplitSeq(group.Text(), "\n\n") {
@@ -63,6 +64,7 @@ func hashComments(text string) (all []paragraph) {
 		}
 		block = paragraph{}
 	}
+
 	n := 0
 	for line := range strings.Lines(text + "\n") {
 		n++
@@ -77,6 +79,7 @@ func hashComments(text string) (all []paragraph) {
 		if block.text == "" {
 			block.line = n
 		}
+
 		block.text += m[1] + "\n"
 		if line[0] != '#' {
 			end()
@@ -104,8 +107,10 @@ func markdown(text string) (all []paragraph) {
 		}
 		block = paragraph{}
 	}
+
 	lines := strings.Split(text, "\n")
-	fenced, blank := false, true
+	fenced := false
+	blank := true
 	for i, line := range lines {
 		fence := strings.HasPrefix(line, "```")
 		fenced = fenced != fence
@@ -116,6 +121,7 @@ func markdown(text string) (all []paragraph) {
 			end()
 			blank = true
 			continue
+
 		case strings.HasPrefix(line, "    ") && blank && block.text == "": // a block of code
 			continue
 		case strings.HasPrefix(line, "|"):
@@ -125,6 +131,7 @@ func markdown(text string) (all []paragraph) {
 					all = append(all, paragraph{strings.TrimSpace(cell), i + 1})
 				}
 			}
+
 		default:
 			if listItem.MatchString(line) {
 				end()

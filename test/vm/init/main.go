@@ -39,11 +39,13 @@ func run() error {
 			return fmt.Errorf("mount %s: %w", m.dir, err)
 		}
 	}
+
 	for key, value := range map[string]string{"PATH": "/usr/sbin:/usr/bin", "HOME": "/root", "TMPDIR": "/tmp", "EMULATED": "1"} {
 		if err := os.Setenv(key, value); err != nil {
 			return err
 		}
 	}
+
 	port, err := openPort()
 	if err != nil {
 		return err
@@ -52,6 +54,7 @@ func run() error {
 	if err := traceDrops(); err != nil {
 		return fmt.Errorf("trace dropped packets: %w", err)
 	}
+
 	for _, args := range [][]string{
 		{"ip", "link", "set", "lo", "up"},
 		// An emulated CPU may stop for seconds. After three requests without an answer the kernel would take
@@ -79,6 +82,7 @@ func run() error {
 	if err := json.Unmarshal(text, &jobs); err != nil {
 		return fmt.Errorf("parse %s: %w", job.File, err)
 	}
+
 	for _, j := range jobs {
 		var uptime unix.Timespec
 		if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &uptime); err != nil {
@@ -86,7 +90,9 @@ func run() error {
 		}
 		args := j.Command(time.Duration(uptime.Nano()))
 		cmd := exec.Command(args[0], args[1:]...)
-		cmd.Dir, cmd.Stdout, cmd.Stderr = j.Dir, port, os.Stderr
+		cmd.Dir = j.Dir
+		cmd.Stdout = port
+		cmd.Stderr = os.Stderr
 		if err := cmd.Run(); err != nil && !errors.As(err, new(*exec.ExitError)) { // tests have failed, which their output says
 			return fmt.Errorf("run %s: %w", cmd, err)
 		}
@@ -114,6 +120,7 @@ func keepStaticKeys() error {
 	for _, hook := range []string{"prerouting", "input", "forward", "output", "postrouting"} {
 		fmt.Fprintf(&chains, "chain %s { type filter hook %[1]s priority 0; }; ", hook)
 	}
+
 	for _, args := range [][]string{
 		// A chain at each hook, for nf_hooks_needed and ingress_needed_key.
 		{"nft", "table inet kept { " + chains.String() + "}"},
@@ -140,6 +147,7 @@ func traceDrops() error {
 	if err := unix.Mount("tracefs", dir, "tracefs", 0, ""); err != nil {
 		return err
 	}
+
 	for _, setting := range []struct{ file, value string }{
 		{"trace_clock", "tai"}, // so that each record contains the time of day
 		{"options/hash-ptr", "0"},
@@ -164,7 +172,9 @@ func openPort() (*os.File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("get settings of %s: %w", job.Port, err)
 	}
-	t.Iflag, t.Oflag, t.Lflag = 0, 0, 0
+	t.Iflag = 0
+	t.Oflag = 0
+	t.Lflag = 0
 	if err := unix.IoctlSetTermios(int(port.Fd()), unix.TCSETS, t); err != nil {
 		return nil, fmt.Errorf("set %s raw: %w", job.Port, err)
 	}
