@@ -75,7 +75,7 @@ func TestAnchors(t *testing.T) {
 func TestLinks(t *testing.T) {
 	all := pages(t)
 	linked := map[string]bool{"../README.md": true, "../backend/README.md": true}
-	code := regexp.MustCompile(`^\.\./(backend|cmd|pkg|subnet|test)/`)
+	code := regexp.MustCompile(`^\.\./(\.github|backend|cmd|pkg|subnet|test)/`)
 	for path, text := range all {
 		for _, m := range link.FindAllStringSubmatch(fenced.ReplaceAllString(text, ""), -1) {
 			target := m[1] + m[2]
