@@ -123,7 +123,7 @@ func (c *cluster) followEdit(h *lab.Host) {
 	var ran []string
 	for _, command := range pageCommands(c.t, "flannelctl.md") {
 		check := strings.HasPrefix(command, "flannelctl config validate --kubeconfig-file") && strings.HasSuffix(command, " net-conf.json")
-		if !check && !strings.HasPrefix(command, "kubectl ") {
+		if !check && !strings.Contains(command, " edit configmap ") {
 			continue
 		}
 		ran = append(ran, command)
