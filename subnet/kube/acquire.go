@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -75,13 +76,21 @@ func (m *Manager) acquire(ctx context.Context, s *ownNode, cfg subnet.Config, c 
 	claim := subnet.Claim{BackendType: c.BackendType, NextType: c.NextType, Endpoints: es}
 	want, wrong := m.wanted(s, claim)
 	m.warnIgnored(ctx, wrong)
-	if changes := m.keys.Difference(s.published(), want); len(changes) > 0 {
+
+	// The server may execute a request whose answer is lost, for example because a newer claim has superseded this one.
+	// So Keep must know the claim before, or it would take it for the change of another program. And s may be older than
+	// what Keep, or the last Acquire, has written since.
+	changes := m.keys.Difference(s.published(), want)
+	if before := m.own.Swap(&claim); before != nil {
+		was, _ := m.wanted(s, *before)
+		maps.Copy(changes, m.keys.Difference(was, want))
+	}
+	if len(changes) > 0 {
 		if err := m.annotate(ctx, name, changes); err != nil {
 			return subnet.Lease{}, err
 		}
 	}
 
-	m.own.Store(&claim)
 	m.justRead.Store(s) // for Watch, which needs the revision of the store
 	return subnet.Lease{
 		Key: name, Order: uint64(s.created), BackendType: c.BackendType, NextType: c.NextType, Endpoints: es, Permanent: true,
