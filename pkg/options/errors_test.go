@@ -192,7 +192,7 @@ func TestEveryFlagRefusesNonsense(t *testing.T) {
 			}
 			expectRefusal(t, "--"+s.name, text, args, nil)
 			if text != "" && s.name != "version" { // --version has no variable
-				variable := envName(s.name)
+				variable := Variable(s.name)
 				expectRefusal(t, variable, text, args[1:], []string{variable + "=" + text})
 			}
 		}

@@ -44,7 +44,7 @@ func (s setting) help(b *strings.Builder) {
 		head += "=" + s.arg
 	}
 	if s.name != "version" {
-		head = fmt.Sprintf("%-*s %s", helpEnvAt, head, envName(s.name))
+		head = fmt.Sprintf("%-*s %s", helpEnvAt, head, Variable(s.name))
 	}
 
 	words := strings.Fields(s.usage)

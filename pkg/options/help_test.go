@@ -41,8 +41,8 @@ func TestHelpNamesEveryFlag(t *testing.T) {
 		if !strings.Contains(help, "\n  --"+s.name) {
 			t.Errorf("no entry for --%s", s.name)
 		}
-		if s.name != "version" && !strings.Contains(help, " "+envName(s.name)+"\n") {
-			t.Errorf("no entry for %s", envName(s.name))
+		if s.name != "version" && !strings.Contains(help, " "+Variable(s.name)+"\n") {
+			t.Errorf("no entry for %s", Variable(s.name))
 		}
 		if s.usage == "" {
 			t.Errorf("--%s has no usage", s.name)

@@ -82,9 +82,6 @@ func Given(args, env []string) (map[string]string, error) {
 	return texts, nil
 }
 
-// Variable returns the name of the variable that sets the flag.
-func Variable(flag string) string { return envName(flag) }
-
 // readPod reads the variables with which a manifest describes its pod.
 func (o *Options) readPod(env []string) {
 	for _, e := range env {
@@ -211,7 +208,7 @@ func badArgument(fs *flag.FlagSet, read []string, arg string) error {
 func environment(all []setting, env []string, flags values) (vars values, warnings []string) {
 	byVar := map[string]string{}
 	for _, s := range all {
-		byVar[envName(s.name)] = s.name
+		byVar[Variable(s.name)] = s.name
 	}
 
 	known := names(all)
@@ -226,7 +223,7 @@ func environment(all []setting, env []string, flags values) (vars values, warnin
 		if !ok {
 			name = strings.ToLower(strings.TrimPrefix(variable, envPrefix))
 			if near, ok := spell.Meant(name, known); ok && name != "help" {
-				warnings = append(warnings, fmt.Sprintf("%s is ignored: did you mean %s?", plain(variable), envName(near)))
+				warnings = append(warnings, fmt.Sprintf("%s is ignored: did you mean %s?", plain(variable), Variable(near)))
 			}
 			continue
 		}
@@ -239,8 +236,8 @@ func environment(all []setting, env []string, flags values) (vars values, warnin
 	return vars, warnings
 }
 
-// envName returns the name of the variable that sets the flag.
-func envName(name string) string {
+// Variable returns the name of the variable that sets the flag.
+func Variable(name string) string {
 	return envPrefix + strings.ToUpper(strings.ReplaceAll(name, "-", "_"))
 }
 
