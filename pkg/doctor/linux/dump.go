@@ -15,12 +15,12 @@ import (
 func Dumps() map[string]func() ([]string, error) {
 	return map[string]func() ([]string, error){
 		"links": func() ([]string, error) {
-			return describe(netlink.LinkList, func(l netlink.Link) string {
+			return describe(netlink.LinkList, func(l netlink.Link, device devices) string {
 				a := l.Attrs()
 				s := fmt.Sprintf("%d: %s type %s mtu %d state %s flags %s mac %s master %s",
-					a.Index, a.Name, l.Type(), a.MTU, a.OperState, a.Flags, a.HardwareAddr, device(a.MasterIndex))
+					a.Index, a.Name, l.Type(), a.MTU, a.OperState, a.Flags, a.HardwareAddr, device.name(a.MasterIndex))
 				if v, ok := l.(*netlink.Vxlan); ok {
-					s += fmt.Sprintf(" vni %d port %d local %s underlay %s learning %v", v.VxlanId, v.Port, v.SrcAddr, device(v.VtepDevIndex), v.Learning)
+					s += fmt.Sprintf(" vni %d port %d local %s underlay %s learning %v", v.VxlanId, v.Port, v.SrcAddr, device.name(v.VtepDevIndex), v.Learning)
 				}
 				if c := a.Statistics; c != nil {
 					s += fmt.Sprintf(" received %d (%d errors, %d dropped) sent %d (%d errors, %d dropped)",
@@ -31,21 +31,21 @@ func Dumps() map[string]func() ([]string, error) {
 		},
 		"addresses": func() ([]string, error) {
 			return describe(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) },
-				func(a netlink.Addr) string {
-					return fmt.Sprintf("%s dev %s scope %d flags %#x", a.IPNet, device(a.LinkIndex), a.Scope, a.Flags)
+				func(a netlink.Addr, device devices) string {
+					return fmt.Sprintf("%s dev %s scope %d flags %#x", a.IPNet, device.name(a.LinkIndex), a.Scope, a.Flags)
 				})
 		},
 		"routes": func() ([]string, error) {
 			all := func() ([]netlink.Route, error) {
 				return netlink.RouteListFiltered(netlink.FAMILY_ALL, &netlink.Route{Table: unix.RT_TABLE_UNSPEC}, netlink.RT_FILTER_TABLE)
 			}
-			return describe(all, func(r netlink.Route) string {
-				return fmt.Sprintf("table %d type %d dev %s protocol %s: %s", r.Table, r.Type, device(r.LinkIndex), r.Protocol, r)
+			return describe(all, func(r netlink.Route, device devices) string {
+				return fmt.Sprintf("table %d type %d dev %s protocol %s: %s", r.Table, r.Type, device.name(r.LinkIndex), r.Protocol, r)
 			})
 		},
 		"rules": func() ([]string, error) {
 			return describe(func() ([]netlink.Rule, error) { return netlink.RuleList(netlink.FAMILY_ALL) },
-				func(r netlink.Rule) string {
+				func(r netlink.Rule, _ devices) string {
 					return fmt.Sprintf("family %d: %s iif %s", r.Family, r, cmp.Or(r.IifName, "-"))
 				})
 		},
@@ -56,25 +56,27 @@ func Dumps() map[string]func() ([]string, error) {
 
 func neighbours(family int) func() ([]string, error) {
 	return func() ([]string, error) {
-		return describe(func() ([]netlink.Neigh, error) { return netlink.NeighList(0, family) }, func(n netlink.Neigh) string {
-			return fmt.Sprintf("%s mac %s dev %s state %#x flags %#x", n.IP, n.HardwareAddr, device(n.LinkIndex), n.State, n.Flags)
+		return describe(func() ([]netlink.Neigh, error) { return netlink.NeighList(0, family) }, func(n netlink.Neigh, device devices) string {
+			return fmt.Sprintf("%s mac %s dev %s state %#x flags %#x", n.IP, n.HardwareAddr, device.name(n.LinkIndex), n.State, n.Flags)
 		})
 	}
 }
 
-func describe[T any](list func() ([]T, error), line func(T) string) ([]string, error) {
+// devices has the names of devices by index.
+type devices map[int]string
+
+// name returns the name of a device, or its index if it is gone.
+func (d devices) name(index int) string { return cmp.Or(d[index], strconv.Itoa(index)) }
+
+func describe[T any](list func() ([]T, error), line func(T, devices) string) ([]string, error) {
+	names, err := deviceNames()
+	if err != nil {
+		return nil, err
+	}
 	all, err := dump(list)
 	lines := make([]string, 0, len(all))
 	for _, one := range all {
-		lines = append(lines, line(one))
+		lines = append(lines, line(one, names))
 	}
 	return lines, err
-}
-
-// device returns the name of a device, or its index if there is none.
-func device(index int) string {
-	if l, err := netlink.LinkByIndex(index); index != 0 && err == nil {
-		return l.Attrs().Name
-	}
-	return strconv.Itoa(index)
 }

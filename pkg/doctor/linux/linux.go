@@ -94,27 +94,27 @@ func Ranges() ([]doctor.Range, error) {
 	if err != nil {
 		return nil, err
 	}
-	links, err := dump(netlink.LinkList)
+	names, err := deviceNames()
 	if err != nil {
 		return nil, err
 	}
-	names := map[int]string{}
-	for _, l := range links {
-		names[l.Attrs().Index] = l.Attrs().Name
-	}
-
 	addrs, err := dump(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) })
 	if err != nil {
 		return nil, err
 	}
 
 	var all []doctor.Range
+	known := map[doctor.Range]struct{}{} // without gateways; a router may have a million routes
 	add := func(r doctor.Range) {
+		key := doctor.Range{To: r.To, Dev: r.Dev}
+		_, twice := known[key]
 		a := r.To.Addr()
-		same := func(other doctor.Range) bool { return other.To == r.To && other.Dev == r.Dev }
-		if r.To.Bits() > 0 && !a.IsLoopback() && !a.IsMulticast() && !a.IsLinkLocalUnicast() && !slices.ContainsFunc(all, same) {
-			all = append(all, r)
+		if twice || r.To.Bits() == 0 || a.IsLoopback() || a.IsMulticast() || a.IsLinkLocalUnicast() {
+			return
 		}
+
+		known[key] = struct{}{}
+		all = append(all, r)
 	}
 
 	for _, a := range addrs {
@@ -130,6 +130,16 @@ func Ranges() ([]doctor.Range, error) {
 		}
 	}
 	return all, nil
+}
+
+// deviceNames returns the names of all devices by index.
+func deviceNames() (map[int]string, error) {
+	links, err := dump(netlink.LinkList)
+	names := map[int]string{}
+	for _, l := range links {
+		names[l.Attrs().Index] = l.Attrs().Name
+	}
+	return names, err
 }
 
 // bridges returns the bridges that have an address in the network, except for the external interface.
