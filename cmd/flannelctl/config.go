@@ -27,8 +27,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
-func newConfigCommand() *cobra.Command {
-	var store storeFlags
+func newConfigCommand(h host) *cobra.Command {
+	store := storeFlags{host: h}
 	cmd := &cobra.Command{
 		Use: "config", Short: "Show, check and change the network configuration",
 		Example: "  flannelctl config get\n  flannelctl config validate net-conf.json\n  flannelctl config set net-conf.json",

@@ -45,7 +45,7 @@ func TestInterruptedInput(t *testing.T) {
 	if confirmed(ctx, in) {
 		t.Error("an interrupt counts as yes")
 	}
-	root := newRoot()
+	root := newRoot(thisHost())
 	root.SetArgs([]string{"config", "validate", "-"})
 	root.SetIn(in)
 	if err := root.ExecuteContext(ctx); !errors.Is(err, context.Canceled) {

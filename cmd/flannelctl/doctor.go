@@ -16,7 +16,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
-func newDoctorCommand() *cobra.Command {
+func newDoctorCommand(h host) *cobra.Command {
 	var (
 		network   *string
 		out       output
@@ -45,7 +45,7 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 			case preflight && away == nil:
 				return errors.New("a flanneld runs on this host: flannelctl doctor without --preflight examines it")
 			case preflight:
-				facts, err := before(cmd.Context(), args)
+				facts, err := h.before(cmd.Context(), args)
 				if err != nil {
 					return err
 				}
@@ -77,7 +77,7 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 
 	out.addTo(cmd)
 	network = addNetworkTo(cmd)
-	cmd.Flags().StringVar(&socket, "socket", defaultSocket, "local socket of the daemon")
+	cmd.Flags().StringVar(&socket, "socket", h.socket, "local socket of the daemon")
 	cmd.Flags().BoolVar(&preflight, "preflight", false, "examine this host before flanneld is installed or started")
 	return cmd
 }

@@ -24,12 +24,21 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 
-// These are variables for tests only.
-var (
-	defaultSocket  = status.SocketPath("/run/flannel/subnet.env")
-	settingsFile   = "/etc/flannel/flanneld.env" // of the systemd unit
-	serviceAccount = "/var/run/secrets/kubernetes.io/serviceaccount"
-)
+// host has the paths at which the daemon of this host and its settings are found.
+type host struct {
+	socket         string
+	settings       string // of the systemd unit
+	serviceAccount string // of the pod
+}
+
+// thisHost returns the paths on every host, except for those in tests.
+func thisHost() host {
+	return host{
+		socket:         status.SocketPath("/run/flannel/subnet.env"),
+		settings:       "/etc/flannel/flanneld.env",
+		serviceAccount: "/var/run/secrets/kubernetes.io/serviceaccount",
+	}
+}
 
 // place is where the store was found. It is zero if a flag or variable of flannelctl locates the store.
 type place struct {
@@ -53,9 +62,9 @@ var storeSettings = map[string]bool{
 
 // findStore looks for the store: in the running daemon, in the settings of the unit and then, if kubernetes is true, where
 // kubectl does.
-func findStore(kubernetes bool) place {
+func (h host) findStore(kubernetes bool) place {
 	var p place
-	for _, look := range []func() (place, error){fromDaemon, fromSettings} {
+	for _, look := range []func() (place, error){h.fromDaemon, h.fromSettings} {
 		found, err := look()
 		if err == nil {
 			found.looked = p.looked
@@ -81,13 +90,13 @@ func findStore(kubernetes bool) place {
 }
 
 // fromDaemon takes the settings from the arguments and the environment of the daemon of this host.
-func fromDaemon() (place, error) {
-	pid, err := listener(defaultSocket)
+func (h host) fromDaemon() (place, error) {
+	pid, err := listener(h.socket)
 	if err != nil {
-		return place{}, fmt.Errorf("no flanneld answers on %s: %w", defaultSocket, err)
+		return place{}, fmt.Errorf("no flanneld answers on %s: %w", h.socket, err)
 	}
 	if pid == 0 {
-		return place{}, fmt.Errorf("the flanneld on %s is in another PID namespace", defaultSocket)
+		return place{}, fmt.Errorf("the flanneld on %s is in another PID namespace", h.socket)
 	}
 
 	proc := "/proc/" + strconv.Itoa(pid)
@@ -101,7 +110,7 @@ func fromDaemon() (place, error) {
 	}
 	given, err := options.Given(args[min(1, len(args)):], env)
 	if err != nil { // which may contain a secret of another program
-		return place{}, fmt.Errorf("process %d, which listens on %s, has other flags than flanneld", pid, defaultSocket)
+		return place{}, fmt.Errorf("process %d, which listens on %s, has other flags than flanneld", pid, h.socket)
 	}
 
 	p := place{name: fmt.Sprintf("the flanneld of this host (process %d)", pid), settings: map[string]string{}, given: maps.Clone(given), env: env}
@@ -126,7 +135,7 @@ func fromDaemon() (place, error) {
 	}
 	if host := value(env, "KUBERNETES_SERVICE_HOST"); root != "" && host != "" {
 		p.apiURL = "https://" + net.JoinHostPort(host, value(env, "KUBERNETES_SERVICE_PORT"))
-		p.serviceAccount = root + serviceAccount
+		p.serviceAccount = root + h.serviceAccount
 	}
 	return p, nil
 }
@@ -152,12 +161,12 @@ func listener(path string) (pid int, err error) {
 }
 
 // fromSettings takes the settings from the file of the systemd unit.
-func fromSettings() (place, error) {
-	text, err := os.ReadFile(settingsFile)
+func (h host) fromSettings() (place, error) {
+	text, err := os.ReadFile(h.settings)
 	if err != nil {
-		return place{}, fmt.Errorf("%s: %w", settingsFile, reason(err))
+		return place{}, fmt.Errorf("%s: %w", h.settings, reason(err))
 	}
-	p := place{name: settingsFile, settings: map[string]string{}}
+	p := place{name: h.settings, settings: map[string]string{}}
 	vars := subnetfile.Variables(text)
 	for name := range storeSettings {
 		if text := vars[options.Variable(name)]; text != "" {
@@ -165,7 +174,7 @@ func fromSettings() (place, error) {
 		}
 	}
 	if len(p.settings) == 0 {
-		return place{}, fmt.Errorf("%s names no store", settingsFile)
+		return place{}, fmt.Errorf("%s names no store", h.settings)
 	}
 	return p, nil
 }

@@ -39,11 +39,11 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// fakeDaemon starts a process that listens on the default socket, with the flags and variables of a daemon.
-func fakeDaemon(t *testing.T, unshare uintptr, args, env []string) *os.Process {
+// fakeDaemon starts a process that listens on the socket of h, with the flags and variables of a daemon.
+func fakeDaemon(t *testing.T, h host, unshare uintptr, args, env []string) *os.Process {
 	t.Helper()
 	cmd := exec.Command(os.Args[0], args...)
-	cmd.Env = append([]string{listenAt + "=" + defaultSocket}, env...)
+	cmd.Env = append([]string{listenAt + "=" + h.socket}, env...)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: unshare}
 	cmd.Stderr = os.Stderr
 	in, err := cmd.StdinPipe()
@@ -67,15 +67,11 @@ func fakeDaemon(t *testing.T, unshare uintptr, args, env []string) *os.Process {
 	return cmd.Process
 }
 
-// emptyHost makes all places empty.
-func emptyHost(t *testing.T) (dir string) {
+// emptyHost returns a host whose places, all in dir, are empty.
+func emptyHost(t *testing.T) (h host, dir string) {
 	t.Helper()
 	dir = t.TempDir()
-	for _, path := range []*string{&defaultSocket, &settingsFile, &serviceAccount} {
-		before := *path
-		t.Cleanup(func() { *path = before })
-	}
-	defaultSocket, settingsFile, serviceAccount = filepath.Join(dir, "sock"), filepath.Join(dir, "env"), filepath.Join(dir, "account")
+	h = host{socket: filepath.Join(dir, "sock"), settings: filepath.Join(dir, "env"), serviceAccount: filepath.Join(dir, "account")}
 	t.Setenv("HOME", dir)
 	if err := os.Mkdir(filepath.Join(dir, ".kube"), 0o700); err != nil {
 		t.Fatal(err)
@@ -85,12 +81,12 @@ func emptyHost(t *testing.T) (dir string) {
 			t.Setenv(name, "")
 		}
 	}
-	return dir
+	return h, dir
 }
 
-func leasesOptions(t *testing.T, args ...string) (storeOptions, error) {
+func leasesOptions(t *testing.T, h host, args ...string) (storeOptions, error) {
 	t.Helper()
-	var s storeFlags
+	s := storeFlags{host: h}
 	cmd := newVersionCommand()
 	s.addConfigTo(cmd)
 	if err := cmd.ParseFlags(args); err != nil {
@@ -108,10 +104,11 @@ func write(t *testing.T, path, text string) {
 
 // TestFindStore checks where flannelctl finds the store. Each place is found although those after it exist.
 func TestFindStore(t *testing.T) {
-	home := filepath.Join(emptyHost(t), ".kube/config")
+	h, dir := emptyHost(t)
+	home := filepath.Join(dir, ".kube/config")
 	expect := func(name, endpoint, password string, kubernetes bool, args ...string) {
 		t.Helper()
-		o, err := leasesOptions(t, args...)
+		o, err := leasesOptions(t, h, args...)
 		if err != nil || o.name != name || o.EtcdEndpoints[0] != endpoint || o.EtcdPassword.Reveal() != password || o.KubeSubnetMgr != kubernetes {
 			t.Errorf("%q: %q, %s, password %q, Kubernetes %v: %v", args, o.name, o.EtcdEndpoints, o.EtcdPassword.Reveal(), o.KubeSubnetMgr, err)
 		}
@@ -122,9 +119,9 @@ func TestFindStore(t *testing.T) {
 	expect(home, usual, "", true)
 	t.Setenv("KUBECONFIG", "/nowhere")
 	expect("KUBECONFIG", usual, "", true)
-	write(t, settingsFile, "# comment\nFLANNELD_ETCD_ENDPOINTS=http://192.0.2.1:2379\nFLANNELD_ETCD_USERNAME=u\nFLANNELD_ETCD_PASSWORD=\"of settings\"\nFLANNELD_IFACE=eth7\n")
-	expect(settingsFile, "http://192.0.2.1:2379", "of settings", false)
-	p := fakeDaemon(t, 0, []string{"--etcd-endpoints=http://192.0.2.2:2379", "-etcd-username", "u", "--iface=eth7"},
+	write(t, h.settings, "# comment\nFLANNELD_ETCD_ENDPOINTS=http://192.0.2.1:2379\nFLANNELD_ETCD_USERNAME=u\nFLANNELD_ETCD_PASSWORD=\"of settings\"\nFLANNELD_IFACE=eth7\n")
+	expect(h.settings, "http://192.0.2.1:2379", "of settings", false)
+	p := fakeDaemon(t, h, 0, []string{"--etcd-endpoints=http://192.0.2.2:2379", "-etcd-username", "u", "--iface=eth7"},
 		[]string{"FLANNELD_ETCD_PASSWORD=of daemon", "FLANNELD_ETCD_ENDPOINTS=http://192.0.2.3:2379"})
 	daemon := fmt.Sprintf("the flanneld of this host (process %d)", p.Pid)
 	expect(daemon, "http://192.0.2.2:2379", "of daemon", false)
@@ -137,7 +134,7 @@ func TestFindStore(t *testing.T) {
 	t.Setenv("FLANNELD_ETCD_ENDPOINTS", "")
 
 	// Other flags only change what was found.
-	o, err := leasesOptions(t, "--etcd-prefix=/other")
+	o, err := leasesOptions(t, h, "--etcd-prefix=/other")
 	if err != nil || o.name != daemon || o.EtcdPrefix != "/other" {
 		t.Errorf("%q, %q, %v", o.name, o.EtcdPrefix, err)
 	}
@@ -148,11 +145,11 @@ func TestFindStore(t *testing.T) {
 
 // TestNoStoreFound checks that the error names all places.
 func TestNoStoreFound(t *testing.T) {
-	dir := emptyHost(t)
+	h, dir := emptyHost(t)
 	t.Setenv("FLANNELD_ETCD_PREFIX", "/p") // locates nothing
 	expect := func(args []string, want ...string) {
 		t.Helper()
-		_, err := run(t, args...)
+		_, err := h.run(t, args...)
 		for _, w := range want {
 			if err == nil || !strings.Contains(err.Error(), w) || strings.Contains(err.Error(), "\n") {
 				t.Errorf("%s: %v, want one line with %q", args, err, w)
@@ -165,8 +162,8 @@ func TestNoStoreFound(t *testing.T) {
 	expect([]string{"reservations"}, dir+"/env: no such file or directory; "+defaults)
 
 	// A process with other flags may have secrets in them.
-	fakeDaemon(t, 0, []string{"--password=hunter2"}, nil)
-	write(t, settingsFile, "FLANNELD_IFACE=eth7\n")
+	fakeDaemon(t, h, 0, []string{"--password=hunter2"}, nil)
+	write(t, h.settings, "FLANNELD_IFACE=eth7\n")
 	expect([]string{"leases"}, "which listens on "+dir+"/sock, has other flags than flanneld; "+dir+"/env names no store")
 
 	// A place that cannot be read may name another store than the places after it.
@@ -175,24 +172,24 @@ func TestNoStoreFound(t *testing.T) {
 	}
 
 	// Commands that are for etcd only do not look for a kubeconfig, and say where the daemon's is from.
-	write(t, settingsFile, "FLANNELD_KUBE_SUBNET_MGR=true\n")
-	expect([]string{"reservations"}, "the store is the Kubernetes API, according to "+settingsFile+": this command works on etcd")
+	write(t, h.settings, "FLANNELD_KUBE_SUBNET_MGR=true\n")
+	expect([]string{"reservations"}, "the store is the Kubernetes API, according to "+h.settings+": this command works on etcd")
 }
 
 // TestKernelFindStoreOfPod checks that files of a daemon in a container are found in its file system, and the
 // service account of its pod.
 func TestKernelFindStoreOfPod(t *testing.T) {
-	emptyHost(t)
+	h, _ := emptyHost(t)
 	netConf := filepath.Join(t.TempDir(), "net-conf.json")
 	write(t, netConf, "{}")
-	p := fakeDaemon(t, syscall.CLONE_NEWNS, []string{"--kube-subnet-mgr", "--net-config-path=" + netConf},
+	p := fakeDaemon(t, h, syscall.CLONE_NEWNS, []string{"--kube-subnet-mgr", "--net-config-path=" + netConf},
 		[]string{"KUBERNETES_SERVICE_HOST=fd00::1", "KUBERNETES_SERVICE_PORT=443"})
-	o, err := leasesOptions(t)
+	o, err := leasesOptions(t, h)
 	if err != nil {
 		t.Fatal(err)
 	}
 	root := fmt.Sprintf("/proc/%d/root", p.Pid)
-	if c := o.kubeConfig(); c.APIURL != "https://[fd00::1]:443" || c.ServiceAccount != root+serviceAccount || o.NetConfigPath != root+netConf {
+	if c := o.kubeConfig(); c.APIURL != "https://[fd00::1]:443" || c.ServiceAccount != root+h.serviceAccount || o.NetConfigPath != root+netConf {
 		t.Errorf("%+v, %s", c, o.NetConfigPath)
 	}
 }

@@ -21,12 +21,12 @@ import (
 	"github.com/flanneld/flanneld/pkg/underlay"
 )
 
-func newInterfaceCommand() *cobra.Command {
+func newInterfaceCommand(h host) *cobra.Command {
 	var (
 		network  *string
 		out      output
 		socket   string
-		local    localChoice
+		local    = localChoice{host: h}
 		noDaemon bool
 	)
 
@@ -87,6 +87,7 @@ func printCandidates(w io.Writer, candidates []status.Candidate) {
 
 // localChoice is the choice without a daemon.
 type localChoice struct {
+	host      host
 	published []string
 	ipv6      bool
 }
@@ -94,7 +95,7 @@ type localChoice struct {
 // candidates returns the interfaces of this host, and an error if none can be chosen. args are the flags
 // of flanneld.
 func (l localChoice) candidates(ctx context.Context, args []string) ([]status.Candidate, error) {
-	found, err := startOptions(args)
+	found, err := l.host.startOptions(args)
 	if err != nil {
 		return nil, err
 	}

@@ -71,9 +71,9 @@ func listNodes(cmd *cobra.Command, o storeOptions, out output) error {
 	})
 }
 
-func newLeasesCommand() *cobra.Command {
+func newLeasesCommand(h host) *cobra.Command {
 	var (
-		store storeFlags
+		store = storeFlags{host: h}
 		out   output
 		watch bool
 	)
@@ -109,9 +109,9 @@ annotations.`,
 	return cmd
 }
 
-func newReservationsCommand() *cobra.Command {
+func newReservationsCommand(h host) *cobra.Command {
 	var (
-		store storeFlags
+		store = storeFlags{host: h}
 		out   output
 	)
 
@@ -216,8 +216,8 @@ func same(a, b *subnet.Lease) bool {
 	})
 }
 
-func newReserveCommand() *cobra.Command {
-	var store storeFlags
+func newReserveCommand(h host) *cobra.Command {
+	store := storeFlags{host: h}
 	cmd := &cobra.Command{
 		Use: "reserve SUBNET[,SUBNET6] PUBLIC-IP[,PUBLIC-IP6]", Short: "Reserve a subnet for one host", Args: cobra.ExactArgs(2),
 		Long: `Reserves a subnet, or one of each family, for the host with that public address.
@@ -312,8 +312,8 @@ func claim(subnets, addresses string) (c subnet.Claim, err error) {
 	return c, nil
 }
 
-func newUnreserveCommand() *cobra.Command {
-	return newDeleteCommand(true, &cobra.Command{
+func newUnreserveCommand(h host) *cobra.Command {
+	return newDeleteCommand(h, true, &cobra.Command{
 		Use: "unreserve SUBNET|KEY", Short: "End a reservation",
 		Long: `Deletes a reservation. If its host runs, it takes the subnet again at once, with a
 lease that expires.`,
@@ -321,8 +321,8 @@ lease that expires.`,
 	}, "is no longer reserved")
 }
 
-func newRevokeCommand() *cobra.Command {
-	return newDeleteCommand(false, &cobra.Command{
+func newRevokeCommand(h host) *cobra.Command {
+	return newDeleteCommand(h, false, &cobra.Command{
 		Use: "revoke SUBNET|KEY", Short: "Delete a lease, for example that of a removed host",
 		Long: `Deletes a lease, so that another host can take the subnet before the lease
 expires. Other hosts drop their routes to it. If the host still runs, it takes the
@@ -332,8 +332,8 @@ reserve its subnet for another owner.`,
 	}, "is revoked")
 }
 
-func newDeleteCommand(reservation bool, cmd *cobra.Command, done string) *cobra.Command {
-	var store storeFlags
+func newDeleteCommand(h host, reservation bool, cmd *cobra.Command, done string) *cobra.Command {
+	store := storeFlags{host: h}
 	cmd.Args = cobra.ExactArgs(1)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		return withAdmin(store, func(a *etcd.Admin) error {

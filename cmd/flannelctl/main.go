@@ -15,7 +15,7 @@ import (
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop) // stop catching signals, so that a second one kills the process
-	if err := newRoot().ExecuteContext(ctx); err != nil {
+	if err := newRoot(thisHost()).ExecuteContext(ctx); err != nil {
 		fmt.Fprintln(os.Stderr, "flannelctl:", err)
 		os.Exit(exitCode(err))
 	}

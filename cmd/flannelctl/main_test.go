@@ -15,8 +15,14 @@ import (
 
 func run(t *testing.T, args ...string) (stdout string, err error) {
 	t.Helper()
+	return thisHost().run(t, args...)
+}
+
+// run runs flannelctl as on the host h.
+func (h host) run(t *testing.T, args ...string) (stdout string, err error) {
+	t.Helper()
 	var out, progress bytes.Buffer
-	root := newRoot()
+	root := newRoot(h)
 	root.SetArgs(args)
 	root.SetOut(&out)
 	root.SetErr(&progress)
@@ -68,7 +74,7 @@ func TestHelpHasExamples(t *testing.T) {
 			}
 		}
 	}
-	walk(newRoot())
+	walk(newRoot(thisHost()))
 	if seen < 16 {
 		t.Errorf("only %d commands found", seen)
 	}

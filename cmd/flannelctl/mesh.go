@@ -15,9 +15,9 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-func newMeshCommand() *cobra.Command {
+func newMeshCommand(h host) *cobra.Command {
 	var (
-		f     meshFlags
+		f     = meshFlags{store: storeFlags{host: h}}
 		out   output
 		watch bool
 	)

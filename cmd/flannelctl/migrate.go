@@ -25,8 +25,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 
-func newMigrateCommand() *cobra.Command {
-	var store storeFlags
+func newMigrateCommand(h host) *cobra.Command {
+	store := storeFlags{host: h}
 	cmd := &cobra.Command{
 		Use: "migrate", Short: "Change the backend of a running network without losing packets",
 		Long: `Changes the backend of a running network. start adds the next backend to the

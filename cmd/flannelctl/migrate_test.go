@@ -183,7 +183,7 @@ func (s *editedStore) SetConfig(_ context.Context, text []byte, revision int64) 
 func TestMigrationKeepsOtherEdits(t *testing.T) {
 	const before, other = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`, `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":4789}}`
 	s := &editedStore{before, 7}
-	cmd := newMigrateCommand()
+	cmd := newMigrateCommand(thisHost())
 	cmd.SetContext(t.Context())
 	cmd.SetOut(io.Discard)
 	step := func(meanwhile string) error {

@@ -58,7 +58,7 @@ func inspect(t *testing.T, path, line string) (commands, flags int) {
 	shown := strings.HasPrefix(line, "    ") || strings.Contains(line, "`")
 	if m := invoked.FindStringSubmatch(line); m != nil && shown {
 		words := strings.Fields(m[1])
-		cmd, rest, err := newRoot().Find(words)
+		cmd, rest, err := newRoot(thisHost()).Find(words)
 		if err != nil || len(words) > 0 && !cmd.HasParent() && words[0] != "completion" {
 			t.Errorf("%s: no command %q: %s", path, m[1], line)
 			return 0, 0
@@ -100,7 +100,7 @@ func inspect(t *testing.T, path, line string) (commands, flags int) {
 var foreign = []string{"bip", "mtu", "ip-masq", "help", "version", "lease", "cluster-cidr", "can-ip-forward", "quota-backend-bytes", "max-request-bytes", "auto-compaction-retention"}
 
 func known(name string) bool {
-	return slices.Contains(foreign, name) || strings.Contains(options.Help(), "--"+name) || hasFlag(newRoot(), name)
+	return slices.Contains(foreign, name) || strings.Contains(options.Help(), "--"+name) || hasFlag(newRoot(thisHost()), name)
 }
 
 func hasFlag(cmd *cobra.Command, name string) bool {

@@ -29,9 +29,9 @@ import (
 
 // startOptions returns the options of a flanneld that would start now with the flags in args, the variables of this
 // environment and those of the systemd unit. If none of them locates the store, it looks for it.
-func startOptions(args []string) (o storeOptions, err error) {
+func (h host) startOptions(args []string) (o storeOptions, err error) {
 	var env []string
-	if text, err := os.ReadFile(settingsFile); err == nil {
+	if text, err := os.ReadFile(h.settings); err == nil {
 		for name, value := range subnetfile.Variables(text) {
 			env = append(env, name+"="+value)
 		}
@@ -42,7 +42,7 @@ func startOptions(args []string) (o storeOptions, err error) {
 		return o, err
 	}
 	if !slices.ContainsFunc(locating, func(name string) bool { return given[name] != "" }) {
-		o.place = findStore(true)
+		o.place = h.findStore(true)
 		env = append(o.variables(), env...)
 	}
 	if given[netConfigPath] == "" && o.settings[netConfigPath] == "" {
@@ -53,8 +53,8 @@ func startOptions(args []string) (o storeOptions, err error) {
 }
 
 // before returns the facts about this host for a flanneld that would start now with the flags in args.
-func before(ctx context.Context, args []string) (doctor.Facts, error) {
-	o, err := startOptions(args)
+func (h host) before(ctx context.Context, args []string) (doctor.Facts, error) {
+	o, err := h.startOptions(args)
 	if err != nil {
 		return doctor.Facts{}, err
 	}

@@ -11,14 +11,14 @@ import (
 
 // TestPreflight checks what is said of a host that has no store, and whose health port is taken.
 func TestPreflight(t *testing.T) {
-	dir := emptyHost(t)
+	h, dir := emptyHost(t)
 	ln, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer ln.Close()
 	_, port, _ := net.SplitHostPort(ln.Addr().String())
-	out, err := run(t, "doctor", "--socket="+defaultSocket, "--preflight", "--", "--healthz-ip=127.0.0.1", "--healthz-port="+port,
+	out, err := h.run(t, "doctor", "--socket="+h.socket, "--preflight", "--", "--healthz-ip=127.0.0.1", "--healthz-port="+port,
 		"--subnet-file="+filepath.Join(dir, "subnet.env"), "--state-dir="+dir, "--iface=nonesuch")
 	if err == nil || err.Error() != "there are problems" {
 		t.Errorf("%v, want that there are problems", err)
@@ -34,10 +34,10 @@ func TestPreflight(t *testing.T) {
 	}
 
 	// The network configuration of Kubernetes exists only in pods.
-	if _, err := run(t, "interface", "--no-daemon", "--", "--kube-subnet-mgr", "--iface=nonesuch"); err == nil || !strings.Contains(err.Error(), "no interface has this name") {
+	if _, err := h.run(t, "interface", "--no-daemon", "--", "--kube-subnet-mgr", "--iface=nonesuch"); err == nil || !strings.Contains(err.Error(), "no interface has this name") {
 		t.Errorf("interface for Kubernetes: %v", err)
 	}
-	if _, err := run(t, "doctor", "--socket="+defaultSocket, "--", "--iface=eth0"); err == nil || !strings.Contains(err.Error(), "need --preflight") {
+	if _, err := h.run(t, "doctor", "--socket="+h.socket, "--", "--iface=eth0"); err == nil || !strings.Contains(err.Error(), "need --preflight") {
 		t.Errorf("flags of flanneld without --preflight: %v", err)
 	}
 }

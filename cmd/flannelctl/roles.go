@@ -18,8 +18,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
-func newRolesCommand() *cobra.Command {
-	var store storeFlags
+func newRolesCommand(h host) *cobra.Command {
+	store := storeFlags{host: h}
 	cmd := &cobra.Command{
 		Use: "roles HOSTS", Short: "Print the etcdctl commands that give each host a key of its own", Args: cobra.ExactArgs(1),
 		Long: `Prints commands for etcdctl that create a role and a user for each of so many

@@ -10,7 +10,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/version"
 )
 
-func newRoot() *cobra.Command {
+func newRoot(h host) *cobra.Command {
 	root := &cobra.Command{
 		Use:           "flannelctl",
 		Short:         "Operate flanneld",
@@ -19,8 +19,8 @@ func newRoot() *cobra.Command {
 	}
 
 	root.AddCommand(
-		newConfigCommand(), newMigrateCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(), newRolesCommand(),
-		newStatusCommand(), newNetworksCommand(), newCheckCommand(), newMeshCommand(), newDoctorCommand(), newInterfaceCommand(), newSysdumpCommand(), newCleanupCommand(), newVersionCommand(),
+		newConfigCommand(h), newMigrateCommand(h), newLeasesCommand(h), newReserveCommand(h), newUnreserveCommand(h), newReservationsCommand(h), newRevokeCommand(h), newRolesCommand(h),
+		newStatusCommand(), newNetworksCommand(), newCheckCommand(), newMeshCommand(h), newDoctorCommand(h), newInterfaceCommand(h), newSysdumpCommand(h), newCleanupCommand(), newVersionCommand(),
 	)
 
 	addCompletion(root)

@@ -23,6 +23,7 @@ import (
 // have the same names as the daemon's, except for --network and --net-config-map, which the
 // daemon does not have.
 type storeFlags struct {
+	host    host // where the store is looked for if no flag locates it
 	values  map[string]*string
 	network *string
 	kube    *bool
@@ -108,7 +109,7 @@ func (s *storeFlags) options() (storeOptions, error) {
 		found.context = *s.context
 	}
 	if !s.located() {
-		found.place = findStore(s.kube != nil)
+		found.place = s.host.findStore(s.kube != nil)
 	}
 	if s.configMap == nil || *s.configMap != "" {
 		delete(found.settings, netConfigPath)

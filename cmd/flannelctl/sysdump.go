@@ -43,8 +43,8 @@ type part struct {
 	collect func(ctx context.Context) ([]byte, error)
 }
 
-func newSysdumpCommand() *cobra.Command {
-	var file, socket string
+func newSysdumpCommand(h host) *cobra.Command {
+	var file string
 	cmd := &cobra.Command{
 		Use: "sysdump", Short: "Write an archive with everything about this host that helps to find a problem", Args: cobra.NoArgs,
 		Long: `Writes a tar.gz with the reports of flannelctl about this host and its store, and with
@@ -54,8 +54,8 @@ its file says why, and the rest is collected all the same. Passwords, tokens and
 Names, addresses and what other programs have written in their rules stay: look at the archive before you publish it.`,
 		Example: "  flannelctl sysdump\n  flannelctl sysdump --file=/tmp/host1.tar.gz\n  kubectl exec POD -- flannelctl sysdump --file=- >host1.tar.gz",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			host, _ := os.Hostname()
-			name := "flannel-sysdump-" + cmp.Or(host, "host") + "-" + time.Now().UTC().Format("20060102T150405Z")
+			hostname, _ := os.Hostname()
+			name := "flannel-sysdump-" + cmp.Or(hostname, "host") + "-" + time.Now().UTC().Format("20060102T150405Z")
 			to := io.WriteCloser(nopCloser{cmd.OutOrStdout()})
 			report := cmd.ErrOrStderr()
 			if file != "-" {
@@ -68,7 +68,7 @@ Names, addresses and what other programs have written in their rules stay: look 
 				defer func() { fmt.Fprintln(report, path) }()
 			}
 
-			incomplete, err := sysdump(cmd.Context(), to, name, socket)
+			incomplete, err := h.sysdump(cmd.Context(), to, name)
 			if err = errors.Join(err, to.Close()); err != nil {
 				return err
 			}
@@ -80,7 +80,7 @@ Names, addresses and what other programs have written in their rules stay: look 
 	}
 
 	cmd.Flags().StringVar(&file, "file", "", "path of the archive, - for standard output (default flannel-sysdump-HOST-TIME.tar.gz)")
-	cmd.Flags().StringVar(&socket, "socket", defaultSocket, "local socket of the daemon")
+	cmd.Flags().StringVar(&h.socket, "socket", h.socket, "local socket of the daemon")
 	return cmd
 }
 
@@ -111,9 +111,9 @@ func collectAll(ctx context.Context, all []part) ([]collected, error) {
 }
 
 // sysdump writes the archive, with all files in the folder name. It returns the names of the parts that are not complete.
-func sysdump(ctx context.Context, to io.Writer, name, socket string) (incomplete []string, err error) {
-	secrets := knownSecrets(ctx)
-	all := parts(ctx, socket)
+func (h host) sysdump(ctx context.Context, to io.Writer, name string) (incomplete []string, err error) {
+	secrets := h.knownSecrets(ctx)
+	all := h.parts(ctx)
 	results, err := collectAll(ctx, all)
 	if err != nil {
 		return nil, err
@@ -145,18 +145,18 @@ func sysdump(ctx context.Context, to io.Writer, name, socket string) (incomplete
 
 // knownSecrets returns a scrubber that knows the secrets of this host: those in the settings and the environment of the
 // daemon, in the network configuration, and in its files.
-func knownSecrets(ctx context.Context) *scrubber {
+func (h host) knownSecrets(ctx context.Context) *scrubber {
 	s := &scrubber{known: map[string]bool{}}
-	p, _ := fromDaemon()
-	unit, _ := os.ReadFile(settingsFile)
-	config, _ := self(ctx, "config", "get")
+	p, _ := h.fromDaemon()
+	unit, _ := os.ReadFile(h.settings)
+	config, _ := h.self(ctx, "config", "get")
 	for _, text := range slices.Concat([]string{string(unit), string(config)}, p.variables(), p.env, os.Environ()) {
 		s.learn(text)
 	}
 
 	// WireGuard's keys, and the tokens of pods, have no name before them.
 	keys, _ := filepath.Glob(filepath.Join(cmp.Or(p.given["state-dir"], "/var/lib/flannel"), "wgkey*"))
-	for _, path := range append(keys, value(p.env, "WIREGUARD_KEY_FILE"), filepath.Join(serviceAccount, "token"), filepath.Join(p.serviceAccount, "token")) {
+	for _, path := range append(keys, value(p.env, "WIREGUARD_KEY_FILE"), filepath.Join(h.serviceAccount, "token"), filepath.Join(p.serviceAccount, "token")) {
 		if text, err := os.ReadFile(path); err == nil {
 			s.add(string(text))
 		}
@@ -165,11 +165,11 @@ func knownSecrets(ctx context.Context) *scrubber {
 }
 
 // parts returns all parts in the order in which they are collected.
-func parts(ctx context.Context, socket string) []part {
-	client := status.Client(socket)
+func (h host) parts(ctx context.Context) []part {
+	client := status.Client(h.socket)
 	var all []part
 	own := func(name string, args ...string) {
-		all = append(all, part{"flannelctl/" + name + ".txt", func(ctx context.Context) ([]byte, error) { return self(ctx, args...) }})
+		all = append(all, part{"flannelctl/" + name + ".txt", func(ctx context.Context) ([]byte, error) { return h.self(ctx, args...) }})
 	}
 
 	get := func(name, path string) {
@@ -177,10 +177,10 @@ func parts(ctx context.Context, socket string) []part {
 	}
 
 	own("version", "version")
-	own("doctor", "doctor", "--socket="+socket)
+	own("doctor", "doctor", "--socket="+h.socket)
 	networks := []status.NetworkSummary{{}}
 	if r, err := fetch(ctx, client, socketURL, ""); err == nil && len(r.Networks) > 0 {
-		own("networks", "networks", "--socket="+socket)
+		own("networks", "networks", "--socket="+h.socket)
 		networks = r.Networks
 	}
 
@@ -190,9 +190,9 @@ func parts(ctx context.Context, socket string) []part {
 		if n.Name != "" {
 			suffix = "-" + n.Name
 		}
-		own("status"+suffix, "status", "--peers", "--socket="+socket, network)
-		own("check"+suffix, "check", "--socket="+socket, network)
-		own("interface"+suffix, "interface", "--socket="+socket, network)
+		own("status"+suffix, "status", "--peers", "--socket="+h.socket, network)
+		own("check"+suffix, "check", "--socket="+h.socket, network)
+		own("interface"+suffix, "interface", "--socket="+h.socket, network)
 		own("config"+suffix, "config", "get", network)
 		own("leases"+suffix, "leases", network)
 		get("daemon/statusz"+suffix+".json", "statusz.json?network="+n.Name)
@@ -202,7 +202,7 @@ func parts(ctx context.Context, socket string) []part {
 	get("daemon/metrics.txt", "metrics")
 	get("daemon/readyz.txt", "readyz")
 	get("daemon/goroutines.txt", "debug/goroutines")
-	all = append(all, part{"daemon/settings.txt", settings})
+	all = append(all, part{"daemon/settings.txt", h.flags})
 
 	dumps := linux.Dumps()
 	for _, name := range slices.Sorted(maps.Keys(dumps)) {
@@ -235,7 +235,7 @@ func parts(ctx context.Context, socket string) []part {
 	}})
 	for _, pattern := range []string{
 		"/etc/os-release", "/proc/version", "/proc/modules", "/proc/net/snmp", "/proc/net/snmp6", "/proc/net/netstat", "/proc/net/softnet_stat", "/proc/net/udp", "/proc/net/udp6",
-		settingsFile, "/run/flannel/subnet.env", "/run/flannel/networks/*.env", "/etc/cni/net.d/*.conf*", "/var/log/pods/*flannel*/*/*.log",
+		h.settings, "/run/flannel/subnet.env", "/run/flannel/networks/*.env", "/etc/cni/net.d/*.conf*", "/var/log/pods/*flannel*/*/*.log",
 	} {
 		paths, _ := filepath.Glob(pattern)
 		for _, path := range paths {
@@ -246,9 +246,9 @@ func parts(ctx context.Context, socket string) []part {
 }
 
 // self runs a command of flannelctl, and returns what it prints.
-func self(ctx context.Context, args ...string) ([]byte, error) {
+func (h host) self(ctx context.Context, args ...string) ([]byte, error) {
 	var out bytes.Buffer
-	root := newRoot() //nolint:contextcheck // the commands get ctx from ExecuteContext
+	root := newRoot(h) //nolint:contextcheck // the commands get ctx from ExecuteContext
 	root.SetArgs(args)
 	root.SetOut(&out)
 	root.SetErr(&out)
@@ -285,9 +285,9 @@ func fetchText(ctx context.Context, client *http.Client, path string) ([]byte, e
 	return text, err
 }
 
-// settings returns the flags of the daemon, also those from variables.
-func settings(context.Context) ([]byte, error) {
-	p, err := fromDaemon()
+// flags returns the flags of the daemon, also those from variables.
+func (h host) flags(context.Context) ([]byte, error) {
+	p, err := h.fromDaemon()
 	var out bytes.Buffer
 	for _, name := range slices.Sorted(maps.Keys(p.given)) {
 		fmt.Fprintf(&out, "%s=%s\n", name, p.given[name])

@@ -38,15 +38,17 @@ func unpack(t *testing.T, packed string) map[string]string {
 // TestSysdump checks that the archive has all parts although no daemon answers properly and no store is reachable, that
 // each part says what is missing, and that no file has a secret of this host.
 func TestSysdump(t *testing.T) {
-	dir := emptyHost(t)
+	h, dir := emptyHost(t)
 	key, account := filepath.Join(dir, "wgkey"), "bound-token-of-the-account"
 	write(t, key, "cHJpdmF0ZSBrZXkgb2Ygd2lyZWd1YXJk\n")
-	serviceAccount = dir
+	h.serviceAccount = dir
 	write(t, filepath.Join(dir, "token"), account)
-	write(t, settingsFile, "FLANNELD_ETCD_USERNAME=u\nFLANNELD_ETCD_PASSWORD='of settings'\nWIREGUARD_KEY_FILE="+key+"\nHTTPS_PROXY=http://u:proxy-password@192.0.2.9:3128\n")
-	fakeDaemon(t, 0, []string{"--etcd-endpoints=http://127.0.0.1:1", "--etcd-username", "u", "--etcd-password", "of-arguments", "--state-dir=" + dir},
+	write(t, h.settings, "FLANNELD_ETCD_USERNAME=u\nFLANNELD_ETCD_PASSWORD='of settings'\nWIREGUARD_KEY_FILE="+key+"\nHTTPS_PROXY=http://u:proxy-password@192.0.2.9:3128\n")
+	other := h
+	other.socket = filepath.Join(dir, "other") // the secrets of a daemon with --status-socket must be known, too
+	fakeDaemon(t, other, 0, []string{"--etcd-endpoints=http://127.0.0.1:1", "--etcd-username", "u", "--etcd-password", "of-arguments", "--state-dir=" + dir},
 		[]string{"ALIBABA_CLOUD_ACCESS_KEY_SECRET=of-environment", "ALIBABA_CLOUD_ACCESS_KEY_ID=id-of-key"})
-	packed, err := run(t, "sysdump", "--file=-", "--socket="+defaultSocket)
+	packed, err := h.run(t, "sysdump", "--file=-", "--socket="+other.socket)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -58,7 +60,7 @@ func TestSysdump(t *testing.T) {
 		"daemon/goroutines.txt": "incomplete: ", "daemon/metrics.txt": "incomplete: ", "daemon/settings.txt": "etcd-password=[redacted]\netcd-username=u",
 		"kernel/links.txt": "lo type", "kernel/addresses.txt": "127.0.0.1/8 dev lo", "kernel/routes.txt": "table 255 ", "kernel/rules.txt": "table 254", "kernel/neighbours.txt": "", "kernel/fdb.txt": "",
 		"kernel/sysctl.txt": "net/ipv4/ip_forward = ", "firewall/nft.txt": "", "firewall/iptables.txt": "These variants of iptables", "logs/flanneld.txt": "",
-		"files/proc/version": "Linux", "files" + settingsFile: "HTTPS_PROXY=http://[redacted]@192.0.2.9:3128",
+		"files/proc/version": "Linux", "files" + h.settings: "HTTPS_PROXY=http://[redacted]@192.0.2.9:3128",
 	} {
 		if text, ok := files[name]; !ok || !strings.Contains(text, want) {
 			t.Errorf("%s: %v, no %q in\n%.1000s", name, ok, want, text)
