@@ -10,6 +10,7 @@ without=(
 	LICENSE '*.md'
 	'*.json' '*.png'                     # formats without comments
 	'*.svg' '*.golden'                   # generated pictures and expected output
+	'*/testdata/*.txt'                   # scripts: go test -update writes their output
 	'*/testdata/fuzz/*'                  # inputs that go test writes
 	go.mod go.sum '*/go.mod' '*/go.sum'  # maintained by the go command
 )
