@@ -132,7 +132,6 @@ func unknownKey(key string, known []string) string {
 	return fmt.Sprintf("unknown key %q is ignored, the nearest known key is %q", key, nearest)
 }
 
-// fieldNames returns the JSON keys of the struct that v points to.
 func fieldNames(v any) []string {
 	t := reflect.TypeOf(v).Elem()
 	if t.Kind() != reflect.Struct {

@@ -29,7 +29,6 @@ type prefixTable struct{ table bart.Table[prefixOwner] }
 func (t *prefixTable) add(p netip.Prefix, o prefixOwner) { t.table.Insert(p, o) }
 func (t *prefixTable) remove(p netip.Prefix)             { t.table.Delete(p) }
 
-// get returns the owner of exactly p.
 func (t *prefixTable) get(p netip.Prefix) (o prefixOwner, found bool) { return t.table.Get(p) }
 
 // find returns the owner of a prefix that overlaps p. If several prefixes lie in p, find returns the

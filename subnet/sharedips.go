@@ -63,7 +63,6 @@ func (s *sharedPublicIPs) remove(a netip.Addr, l *Lease) (oldest *Lease) {
 	return all[0]
 }
 
-// all returns the addresses that several leases have, sorted.
 func (s *sharedPublicIPs) all() []SharedPublicIP {
 	var all []SharedPublicIP
 	for a, leases := range s.leases {

@@ -22,7 +22,6 @@ type config struct {
 // the documentation is generated from it and from the comments of its fields.
 func Defaults() any { return config{} }
 
-// keys returns the configured keys.
 func (c config) keys() access.Keys { return access.Keys{ID: c.AccessKeyID, Secret: c.AccessKeySecret} }
 
 func parseConfig(raw json.RawMessage) (config, []string, error) {

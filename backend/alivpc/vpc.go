@@ -226,7 +226,6 @@ func (v *vpc) states(ctx context.Context, ids []string) (map[string]cloud.State,
 	return states, nil
 }
 
-// list returns the routes of the table from all pages.
 func (v *vpc) list(ctx context.Context) (all []entry, err error) {
 	params := url.Values{"RouteTableId": {v.table}, "MaxResult": {strconv.Itoa(pageSize)}}
 	for {

@@ -57,7 +57,6 @@ type networkInterface struct {
 	IPv6            []string `xml:"ipv6AddressesSet>item>ipv6Address"`
 }
 
-// addresses returns all addresses of the interface.
 func (n networkInterface) addresses() []netip.Addr {
 	return transport.Addresses(slices.Concat(n.IPv4, n.Public, n.IPv6)...)
 }
@@ -277,7 +276,6 @@ func interfaceOf(interfaces map[netip.Addr]networkInterface, h cloud.Host) (n ne
 	return networkInterface{}, false
 }
 
-// describeInstances returns the instances of all pages.
 func describeInstances(ctx context.Context, api *client, params url.Values) (all []instance, err error) {
 	for {
 		var answer instanceAnswer
@@ -422,7 +420,6 @@ func filterParams(filters map[string][]string) url.Values {
 	return params
 }
 
-// describeTables returns the tables of all pages.
 func (v *vpc) describeTables(ctx context.Context, params url.Values) (all []routeTable, err error) {
 	for {
 		var answer tableAnswer

@@ -76,7 +76,6 @@ type instance struct {
 
 func instancePath(zone, name string) string { return "zones/" + zone + "/instances/" + name }
 
-// get returns an instance.
 func (c *client) get(ctx context.Context, zone, name string) (i instance, err error) {
 	return i, c.call(ctx, c.at("instances.get", http.MethodGet, instancePath(zone, name), nil), &i)
 }

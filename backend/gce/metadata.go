@@ -135,7 +135,6 @@ type accessItem struct {
 	IP string `json:"externalIp"`
 }
 
-// has reports whether a is an address of the interface.
 func (n networkInterface) has(a netip.Addr) bool {
 	texts := append([]string{n.IP}, n.IPv6...)
 	for _, access := range n.Access {
@@ -144,7 +143,6 @@ func (n networkInterface) has(a netip.Addr) bool {
 	return slices.Contains(transport.Addresses(texts...), a)
 }
 
-// interfaces returns the network interfaces of the instance.
 func (i *identity) interfaces(ctx context.Context) (all []networkInterface, err error) {
 	text, err := i.read(ctx, "instance/network-interfaces/?recursive=true")
 	if err != nil {

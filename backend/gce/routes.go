@@ -56,7 +56,6 @@ func (r route) target() string {
 	return path.Base(cmp.Or(r.IP, r.Gateway, r.Peering, r.Balancer, r.VPN, r.Hub, "an unknown target"))
 }
 
-// targetOf returns the target of routes to an instance.
 func targetOf(zone, instance string) string { return zone + "/" + instance }
 
 // static reports whether a call of the API has made the route.

@@ -132,7 +132,6 @@ func (l *layer) apply(ctx context.Context, sweep bool) (report dataplane.Report,
 	return report, err
 }
 
-// merged returns the state that the kernel should have.
 func (l *layer) merged() dataplane.State {
 	s := dataplane.NewState()
 	for _, v := range l.views {
@@ -240,7 +239,6 @@ func (v *view) extraAll(subnets map[netip.Prefix]struct{}) (all []dataplane.Obje
 	return all
 }
 
-// destinations returns the destinations of the routes in lists.
 func destinations(lists ...[]dataplane.Object) map[netip.Prefix]struct{} {
 	dsts := map[netip.Prefix]struct{}{}
 	for _, o := range slices.Concat(lists...) {

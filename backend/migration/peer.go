@@ -18,7 +18,6 @@ type peer struct {
 	due      time.Time     // when the log names the peer because it does not follow to the next backend; zero if it need not
 }
 
-// keysOf returns the keys of peers.
 func keysOf(peers []*peer) (keys []string) {
 	for _, p := range peers {
 		keys = append(keys, p.key)

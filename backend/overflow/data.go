@@ -77,7 +77,6 @@ func obstacle(own, peer data) string {
 	return ""
 }
 
-// reasons returns the text for each value of Why.
 func reasons() map[string]string {
 	return map[string]string{
 		"quota":       "the quota of routes is used up",

@@ -268,7 +268,6 @@ func mustRemove(surplus []netip.Prefix, allowed func() map[netip.Prefix]bool) bo
 	return slices.ContainsFunc(surplus, func(p netip.Prefix) bool { return !allowed()[p] })
 }
 
-// allowed returns the subnets of all wanted peers.
 func (d diff) allowed() map[netip.Prefix]bool {
 	all := map[netip.Prefix]bool{}
 	for _, w := range d.want {

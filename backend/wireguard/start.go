@@ -125,7 +125,6 @@ func (n *network) startDiscovery(own subnet.Lease) {
 	n.discovery = discovery.New(c, shared, n.now().Steady)
 }
 
-// currentInstant returns the present instant.
 func currentInstant() discovery.Instant {
 	var boot unix.Timespec
 	_ = unix.ClockGettime(unix.CLOCK_BOOTTIME, &boot) // fails only for unknown clocks

@@ -190,7 +190,6 @@ func (r report) fingerprint() string {
 	return b.String()
 }
 
-// text returns the report in readable form.
 func (r report) text() string {
 	var b strings.Builder
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {

@@ -230,7 +230,6 @@ func list0(path string) ([]string, error) {
 	return strings.Split(string(bytes.TrimSuffix(text, []byte{0})), "\x00"), nil
 }
 
-// value returns the value of a variable in an environment.
 func value(env []string, name string) string {
 	for _, e := range env {
 		if text, ok := strings.CutPrefix(e, name+"="); ok {

@@ -41,7 +41,6 @@ func (s *scrubber) add(secret string) {
 	}
 }
 
-// scrub returns the text without secrets.
 func (s *scrubber) scrub(text string) string {
 	for secret := range s.known {
 		text = strings.ReplaceAll(text, secret, redacted)

@@ -267,7 +267,6 @@ func program(name string, args ...string) func(context.Context) ([]byte, error) 
 	}
 }
 
-// fetchText returns what the daemon serves at a path.
 func fetchText(ctx context.Context, client *http.Client, path string) ([]byte, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, socketURL+"/"+path, http.NoBody)
 	if err != nil {
@@ -295,7 +294,6 @@ func (h host) flags(context.Context) ([]byte, error) {
 	return out.Bytes(), err
 }
 
-// sysctls returns all settings of the network that can be read.
 func sysctls(context.Context) ([]byte, error) {
 	var out bytes.Buffer
 	const root = "/proc/sys"

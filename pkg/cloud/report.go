@@ -71,7 +71,6 @@ func (r *reporter) last() (repaired int, err error) {
 	return repaired, r.err
 }
 
-// get returns the report.
 func (r *reporter) get() Report {
 	r.mu.Lock()
 	defer r.mu.Unlock()

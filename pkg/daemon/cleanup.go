@@ -113,7 +113,6 @@ func (c Cleanup) traces(all []lastknown.State) lastknown.State {
 	return sum
 }
 
-// subnetFiles returns the paths of all subnet files.
 func (c Cleanup) subnetFiles(all []lastknown.State) []string {
 	paths := []string{c.SubnetFile}
 	for _, last := range all {

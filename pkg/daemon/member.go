@@ -495,7 +495,6 @@ func (m *member) ready() (counts bool, reasons []string) {
 	return m.has(), reasons
 }
 
-// summary returns the entry of m in the overview.
 func (m *member) summary() status.NetworkSummary {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -54,7 +54,6 @@ func addKeys[K comparable](set *map[K]struct{}, other map[K]struct{}) {
 	}
 }
 
-// has reports whether k contains the key of o.
 func (k Keys) has(o Object) (ok bool) {
 	switch o := o.(type) {
 	case Link:

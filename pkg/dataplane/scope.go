@@ -50,7 +50,6 @@ func (s Scope) Covers(other Scope) bool {
 		!slices.ContainsFunc(other.Networks, func(n netip.Prefix) bool { return !s.InNetworks(n) })
 }
 
-// has reports whether o belongs to s.
 func (s Scope) has(o Object) bool {
 	switch o := o.(type) {
 	case Link:

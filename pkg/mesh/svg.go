@@ -142,7 +142,6 @@ func (m *Matrix) label(i int) string {
 	return string(name)
 }
 
-// escape returns text as it is written in XML.
 func escape(text string) string {
 	var b bytes.Buffer
 	_ = xml.EscapeText(&b, []byte(text)) // a bytes.Buffer accepts everything

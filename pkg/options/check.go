@@ -109,7 +109,6 @@ func (o *Options) checkNetworks() error {
 	return nil
 }
 
-// together returns an error if only one of two flags is set.
 func (o *Options) together(a, b given) error {
 	if b.value != "" {
 		a, b = b, a

@@ -37,7 +37,6 @@ type Network struct {
 	PathMTU func(subnet netip.Prefix) int
 }
 
-// mtu returns the MTU of a path in bytes.
 func (n Network) mtu(p Path) int {
 	if n.PathMTU != nil {
 		if own := n.PathMTU(p.Subnet); own > 0 {

@@ -144,7 +144,6 @@ func (h *Host) warnBridges(ctx context.Context, settings string, p firewall.Poli
 	}
 }
 
-// families returns the families of p's networks.
 func families(p firewall.Policy) []prefix.Family {
 	var all []prefix.Family
 	for _, n := range p.Networks {

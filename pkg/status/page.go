@@ -281,7 +281,6 @@ func peers(r Report) markup {
 `, len(r.Peers), columns, rows)
 }
 
-// events returns the events, newest first.
 func events(r Report) markup {
 	newest := slices.Clone(r.Events)
 	slices.Reverse(newest)

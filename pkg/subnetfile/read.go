@@ -155,7 +155,6 @@ func assignment(line string) (key, value string, ok bool) {
 	return key, value, ok
 }
 
-// isName reports whether s is a valid name of a shell variable.
 func isName(s string) bool {
 	for i, c := range s {
 		letter := c == '_' || 'a' <= c && c <= 'z' || 'A' <= c && c <= 'Z'

@@ -45,7 +45,6 @@ type Config struct {
 	NoSocketOffloads bool
 }
 
-// inNetworks reports whether one of the networks contains a.
 func (c Config) inNetworks(a netip.Addr) bool {
 	return slices.ContainsFunc(c.Networks, func(n netip.Prefix) bool { return n.Contains(a) })
 }

@@ -101,7 +101,6 @@ func (f Facts) link(index int) (Link, error) {
 	return Link{}, fmt.Errorf("no interface with index %d", index)
 }
 
-// loopback reports whether l is lo.
 func (l Link) loopback() bool { return l.Name == "lo" }
 
 // alive reports whether l is set up and has a carrier.

@@ -38,7 +38,6 @@ type Address struct {
 	Public netip.Addr
 }
 
-// uses reports whether local is one of the interface's local addresses.
 func (i Interface) uses(local netip.Addr) bool {
 	return slices.ContainsFunc(i.Addrs, func(a Address) bool { return a.Local == local })
 }

@@ -137,7 +137,6 @@ func (i Instance) mayCall(r *http.Request, name string) bool {
 	return slices.ContainsFunc(scopes(r, name), func(scope string) bool { return slices.Contains(i.Scopes, Scope+scope) })
 }
 
-// answer returns the answer to a call.
 func (s *Server) answer(r *http.Request, name string, parts []string) (any, *failure) {
 	caller, valid := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer "+s.bearer(""))
 	switch {

@@ -49,7 +49,6 @@ type Instance struct {
 // Target returns the target of routes to the instance, as flanneld shows it.
 func (i Instance) Target() string { return Zone + "/" + i.Name }
 
-// url returns the path of the instance.
 func (i Instance) url() string {
 	return "projects/" + Project + "/zones/" + Zone + "/instances/" + i.Name
 }

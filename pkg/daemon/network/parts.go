@@ -211,7 +211,6 @@ func (p *parts) watchInterface(ctx context.Context, o underlay.Options, now unde
 	return underlay.Watch(ctx, o, now, latest(changed), usable)
 }
 
-// describe returns the interface's addresses for the log.
 func describe(i underlay.Interface) []string {
 	var s []string
 	for _, a := range i.Addrs {

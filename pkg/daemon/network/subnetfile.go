@@ -81,7 +81,6 @@ func subnetFile(now lastknown.State, mtu int, masquerade bool) subnetfile.File {
 	return f
 }
 
-// previousSubnets returns the subnets of this host in the subnet file at path.
 func previousSubnets(ctx context.Context, path string) []netip.Prefix {
 	log := klog.FromContext(ctx)
 	previous, err := subnetfile.Read(path)

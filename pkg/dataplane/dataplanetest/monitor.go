@@ -91,7 +91,6 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	return events, rerouted, lost
 }
 
-// contains reports whether s contains exactly o.
 func contains(s dataplane.State, o dataplane.Object) bool {
 	switch o := o.(type) {
 	case dataplane.Link:

@@ -55,7 +55,6 @@ func protocol(f prefix.Family) uint8 {
 
 func (c *conn) close() { _ = c.nl.Close() }
 
-// message returns an nftables message.
 func (c *conn) message(typ uint16, flags netlink.HeaderFlags, attrs []byte) netlink.Message {
 	return netlink.Message{
 		Header: netlink.Header{

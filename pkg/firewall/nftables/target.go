@@ -124,5 +124,4 @@ func verdictTarget(data []byte) (target string, ok bool) {
 	return "", false
 }
 
-// text returns the value of a string attribute.
 func text(b []byte) string { return strings.TrimRight(string(b), "\x00") }

@@ -350,5 +350,4 @@ func (t *table) remove(dst netip.Prefix) {
 	t.routes = slices.DeleteFunc(t.routes, func(r Route) bool { return r.Dst == dst && r.Kind == Custom })
 }
 
-// sortedTables returns the ids of all tables.
 func (s *State) sortedTables() []string { return slices.Sorted(maps.Keys(s.tables)) }
