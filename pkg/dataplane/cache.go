@@ -108,6 +108,8 @@ func (c *cache) applyNexthopEvent(id uint32) bool {
 }
 
 func (c *cache) applyRouteEvent(r Route, e Event) bool {
+	// An own write, or a change that makes no difference to packets: only the onlink flag and Plain
+	// may differ.
 	i := slices.IndexFunc(c.Routes[r.Dst], func(have Route) bool {
 		return have.canonical() == r.canonical() && have.Protocol == r.Protocol && have.NexthopID == r.NexthopID && have.MTU == r.MTU
 	})
@@ -118,7 +120,7 @@ func (c *cache) applyRouteEvent(r Route, e Event) bool {
 		return true
 	case e.Deleted:
 		return false
-	case i >= 0: // the kernel may have set more attributes than the request
+	case i >= 0:
 		c.Routes[r.Dst][i] = r
 		return false
 	case e.Replaced: // the kernel does not say which route was replaced

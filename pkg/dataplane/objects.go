@@ -272,7 +272,8 @@ func (r Route) same(want Route) bool {
 }
 
 // canonical returns r without the attributes that same ignores in some cases: protocol,
-// onlink flag, nexthop object, Plain and MTU.
+// onlink flag, nexthop object, Plain and MTU. Routes that are equal then may still treat packets
+// differently, so who looks for changes has to compare the others, too.
 func (r Route) canonical() Route {
 	r.Protocol = 0
 	r.OnLink = false

@@ -226,7 +226,7 @@ var stateCommands = []struct {
 	not     string         // ignore lines that begin with this
 	has     *regexp.Regexp // ignore lines that do not match this
 	// ignored matches the parts of a line that tests ignore: the numbers of devices, the protocol
-	// of a route, and values that change by themselves.
+	// and the onlink flag of a route, and values that change by themselves.
 	ignored *regexp.Regexp
 }{
 	{"ip -o -d link", "", regexp.MustCompile(`^\d+: flannel`), regexp.MustCompile(`^\d+: | promiscuity.*maxmtu \d+| addrgenmode.*| state [A-Z]+| permaddr \S+|qlen \d+`)},

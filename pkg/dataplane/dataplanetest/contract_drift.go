@@ -9,7 +9,7 @@ import (
 )
 
 // driftCases returns cases that change the objects of a peer, or add duplicates, in one way
-// each. One Reconcile without sweep must repair that.
+// each. One pass without sweep must repair that.
 func driftCases() []contractCase {
 	var cases []contractCase
 	add := func(name string, change func(*fixture)) {
@@ -17,7 +17,7 @@ func driftCases() []contractCase {
 			want := state(Base(), Peer(3, 0)...)
 			f.reconcile(want, true)
 			change(f)
-			f.reconcile(want, false)
+			f.repair(want)
 			f.expect(want)
 		}})
 	}
@@ -61,6 +61,13 @@ func driftCases() []contractCase {
 			if a.Prefix.Addr().Is6() { // a device may have an IPv4 address twice, with two prefix lengths
 				f.must(f.Append(dataplane.Addr{Dev: a.Dev, Prefix: netip.PrefixFrom(a.Prefix.Addr(), 64)}))
 			}
+		}
+	})
+
+	add("routes changed in place to another MTU", func(f *fixture) {
+		for _, r := range peer[dataplane.Route](3, 0) {
+			r.MTU = 1300
+			f.must(f.Change(r))
 		}
 	})
 
@@ -223,6 +230,7 @@ func duplicates() map[string]func(*dataplane.Route) bool {
 	return map[string]func(*dataplane.Route) bool{
 		"ours":    func(*dataplane.Route) bool { return true },
 		"foreign": func(r *dataplane.Route) bool { r.Protocol = protoStatic; return true },
+		"MTU":     func(r *dataplane.Route) bool { r.MTU = 1300; return true },
 		"metric":  func(r *dataplane.Route) bool { r.Priority = 77; return true },
 		"TOS":     func(r *dataplane.Route) bool { r.TOS = 8; return r.Dst.Addr().Is4() },
 		"multipath": func(r *dataplane.Route) bool {

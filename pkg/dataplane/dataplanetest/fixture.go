@@ -233,6 +233,18 @@ func (f *fixture) reconcile(want dataplane.State, sweep bool) dataplane.Report {
 	return report
 }
 
+// repair makes one pass without sweep after other programs have changed objects. A Reconciler with
+// a cache looks only at what they have announced, as in the daemon.
+func (f *fixture) repair(want dataplane.State) {
+	f.Helper()
+	if f.resync == 0 {
+		f.reconcile(want, false)
+		return
+	}
+	_, err := f.reconciler.Update(f.Context(), nil, nil, false)
+	f.must(err)
+}
+
 // expectForwarded fails the test unless the kernel's state has the same effect on packets
 // as want: Plan must find no change.
 func (f *fixture) expectForwarded(want dataplane.State) {

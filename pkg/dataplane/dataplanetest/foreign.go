@@ -65,6 +65,14 @@ func (k *Kernel) appendRoute(r dataplane.Route) error {
 	return k.routes.append(r)
 }
 
+// Change implements World.
+func (k *Kernel) Change(r dataplane.Route) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	defer k.disturbed()
+	return k.putRoute(r)
+}
+
 // Remove implements World.
 func (k *Kernel) Remove(objects ...dataplane.Object) error {
 	k.mu.Lock()

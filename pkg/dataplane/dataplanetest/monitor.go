@@ -44,7 +44,7 @@ func (m *monitor) Close() error {
 
 // Drain implements dataplane.Monitor. Like the real monitor it reports lost if a link has
 // changed. Unlike the real one it describes a replaced route by two events: one route is
-// deleted, and one is created.
+// deleted, and one is created. So only the real one leads to Event.Replaced.
 func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	m.kernel.mu.Lock()
 	foreign := m.kernel.foreign

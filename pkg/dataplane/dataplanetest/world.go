@@ -24,6 +24,9 @@ type World interface {
 	// A route with Multipath set gets the next hops .8 and .9 of eth0's networks. A route
 	// with a NexthopID uses a nexthop object, which Append creates.
 	Append(objects ...dataplane.Object) error
+	// Change gives the route with r's key the other attributes of r, as `ip route change` does. The
+	// kernel announces only the result.
+	Change(r dataplane.Route) error
 	// Remove deletes objects as another program.
 	Remove(objects ...dataplane.Object) error
 	// SetUp sets a device up or down.

@@ -415,10 +415,11 @@ type linkDetails struct {
 // announcement.
 const upFlags = unix.IFF_UP | unix.IFF_RUNNING | unix.IFF_LOWER_UP
 
-// lacksCarrier reports whether a link is up and has no carrier. A worker of the kernel
-// handles the loss of the carrier up to a second later, and then announces the link again.
-// The announcements before and after that look the same, so each of them must invalidate the
-// cache.
+// lacksCarrier reports whether a link is up and has no carrier. Each of its announcements
+// invalidates the cache, even one that equals the last: if a carrier returns for a moment, the
+// kernel accepts nexthop objects again. Its worker (linkwatch_do_dev) handles both changes at once,
+// up to a second later: it deletes the objects with the IPv4 routes through them (nh_netdev_event),
+// and announces the link as it was before.
 func (d linkDetails) lacksCarrier() bool { return d.flags&unix.IFF_UP != 0 && d.flags != upFlags }
 
 // newLinkDetails parses a link message. features reports whether offloads have changed. The

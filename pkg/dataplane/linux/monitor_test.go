@@ -95,6 +95,52 @@ func expectLost(t *testing.T, m dataplane.Monitor, what string, want bool, chang
 	}
 }
 
+// TestKernelEveryAnnouncementWithoutCarrier checks that each announcement of a device that is up
+// and has no carrier invalidates the cache, even one that equals the last: see lacksCarrier.
+func TestKernelEveryAnnouncementWithoutCarrier(t *testing.T) {
+	w := newWorld(t)
+	err := w.Append(dataplane.Link{Name: "eth1", Kind: "veth", Up: true},
+		dataplane.Addr{Dev: "eth1", Prefix: netip.MustParsePrefix("192.168.88.1/24")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := w.awaitUp("eth1"); err != nil {
+		t.Fatal(err)
+	}
+	scope := dataplanetest.Scope()
+	scope.Shared = []string{"eth0"} // eth1 is not in the scope, but a route uses it
+
+	want := dataplanetest.Base()
+	want.Add(dataplane.NewRoute(netip.MustParsePrefix("10.5.3.0/24"), netip.MustParseAddr("192.168.88.9"), "eth1", false))
+	if _, err := dataplanetest.NewReconciler(t, w, 0).Reconcile(silentContext(t), want, true); err != nil {
+		t.Fatal(err)
+	}
+	m, err := w.Monitor(scope)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+
+	for _, dev := range []string{"eth0", "eth1"} {
+		link, err := w.links.LinkByName(dev)
+		if err != nil {
+			t.Fatal(err)
+		}
+		alias := 0
+		same := func() error { // an announcement that differs from the last only in what does not matter
+			alias++
+			return w.links.LinkSetAlias(link, fmt.Sprintf("alias %d", alias))
+		}
+
+		expectLost(t, m, dev+" loses its carrier", true, func() error { return w.SetCarrier(dev, false) })
+		for range 2 {
+			expectLost(t, m, dev+" is announced without a carrier again", true, same)
+		}
+		expectLost(t, m, dev+" has a carrier again", true, func() error { return w.SetCarrier(dev, true) })
+		expectLost(t, m, dev+" is announced with a carrier again", false, same)
+	}
+}
+
 // TestKernelLinkDetails checks that changes that matter for a scope's device are
 // reported, and that other changes do not cause a full read, which may return a million
 // routes.

@@ -269,6 +269,12 @@ func vxlanData(m *message, v dataplane.VXLAN, under int) {
 }
 
 func (w *world) appendRoute(r dataplane.Route) error {
+	return w.writeRoute(r, unix.NLM_F_CREATE|unix.NLM_F_APPEND)
+}
+
+func (w *world) Change(r dataplane.Route) error { return w.writeRoute(r, unix.NLM_F_REPLACE) }
+
+func (w *world) writeRoute(r dataplane.Route, how uint16) error {
 	index := 0
 	if r.Dev != "" {
 		var err error
@@ -290,7 +296,7 @@ func (w *world) appendRoute(r dataplane.Route) error {
 		if r.OnLink {
 			flags = unix.RTNH_F_ONLINK
 		}
-		m.begin(unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_APPEND,
+		m.begin(unix.RTM_NEWROUTE, how,
 			rtmsg(r.Dst, r.TOS, unix.RT_TABLE_MAIN, r.Protocol, unix.RT_SCOPE_UNIVERSE, uint8(r.Type), flags)...)
 		m.addr(unix.RTA_DST, r.Dst.Addr())
 		if r.Priority != 0 {
