@@ -313,7 +313,7 @@ func kernel(r status.Report) string {
 
 	s := strings.Join(parts, ", ")
 	if !r.Kernel.LastSync.IsZero() {
-		s += "; in order at " + r.Kernel.LastSync.UTC().Format(time.RFC3339)
+		s += "; checked at " + r.Kernel.LastSync.UTC().Format(time.RFC3339)
 	}
 	if r.Kernel.Error != "" {
 		s += "; " + r.Kernel.Error
