@@ -59,8 +59,9 @@ type Config struct {
 
 // margin returns how long before its end a lease with this TTL is renewed at the latest: see
 // Manager.renewal, which varies the time. So the lease survives if the store is unavailable for
-// less than the margin. The margin is RenewMargin, but is shortened so that at least a third of the
-// TTL, or one minute if that is less, passes before the renewal.
+// less than the margin. It is RenewMargin, but leaves at least a minute before the renewal, or a
+// third of a TTL below three minutes: 23h59m of a TTL of 24h at most, and 20s of one of 30s.
 func (c *Config) margin(ttl time.Duration) time.Duration {
-	return min(c.RenewMargin, ttl-min(time.Minute, ttl/3))
+	least := min(time.Minute, ttl/3)
+	return min(c.RenewMargin, ttl-least)
 }

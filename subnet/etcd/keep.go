@@ -160,7 +160,8 @@ func (m *Manager) isCurrent(found entry, own ownLease) bool {
 	return m.isOwn(found) && (own.grant.id == 0 || m.untilRenewal(own.grant) > 0)
 }
 
-// renewal returns the time at which g has to be renewed.
+// renewal returns the time at which g has to be renewed: the margin before its end, and earlier by
+// up to a tenth of the rest, which is random, so that hosts of one age do not renew at one moment.
 func (m *Manager) renewal(g grant) time.Time {
 	margin := m.cfg.margin(g.ttl)
 	return g.expires.Add(-margin - time.Duration(g.early*float64(g.ttl-margin)))
