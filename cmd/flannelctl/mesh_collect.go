@@ -4,12 +4,14 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"net/netip"
 	"net/url"
+	"syscall"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -181,7 +183,10 @@ func get(ctx context.Context, client *http.Client, at netip.AddrPort, query url.
 		return nil, err
 	}
 	resp, err := client.Do(req)
-	if err != nil {
+	switch {
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return nil, fmt.Errorf("%s refuses the connection: start flanneld with --statusz-address", at)
+	case err != nil:
 		return nil, cause(err) // without the URL, which has a long query
 	}
 	if resp.StatusCode != http.StatusOK {

@@ -234,7 +234,7 @@ func (h host) parts(ctx context.Context) []part {
 		return []byte("These variants of iptables are installed and have tables: " + strings.Join(saved, ", ") + "\n"), nil
 	}})
 	for _, pattern := range []string{
-		"/etc/os-release", "/proc/version", "/proc/modules", "/proc/net/snmp", "/proc/net/snmp6", "/proc/net/netstat", "/proc/net/softnet_stat", "/proc/net/udp", "/proc/net/udp6",
+		"/etc/os-release", "/proc/version", "/proc/modules", "/proc/net/snmp", "/proc/net/snmp6", "/proc/net/netstat", "/proc/net/softnet_stat", "/proc/net/xfrm_stat", "/proc/net/udp", "/proc/net/udp6",
 		h.settings, "/run/flannel/subnet.env", "/run/flannel/networks/*.env", "/etc/cni/net.d/*.conf*", "/var/log/pods/*flannel*/*/*.log",
 	} {
 		paths, _ := filepath.Glob(pattern)

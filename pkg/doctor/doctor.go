@@ -5,6 +5,7 @@
 // Facts are gathered by pkg/doctor/linux. Examine only judges them:
 //   - doctor.go judges the settings of the host, other firewalls and the report of the daemon.
 //   - ways.go judges how the kernel carries the packets of pods.
+//   - ipsec.go judges the policies of IPsec.
 //   - rules.go judges the rules of Docker and of other firewalls.
 //   - before.go judges a host on which no daemon has run yet.
 package doctor
@@ -38,6 +39,7 @@ type Facts struct {
 	Rules   []Rule // in the order in which the kernel applies them
 	// Refusals are the routes that refuse packets. They may be missing unless a Way is refused.
 	Refusals []Refusal
+	Policies []Policy // of IPsec, in the order in which the kernel looks them up
 	Docker   []Docker
 	Blocks   []firewall.Block // rules that drop packets of the network
 	Before   *Before          // the facts of a host without a daemon; otherwise nil
@@ -74,7 +76,7 @@ func Examine(networks ...Facts) []Finding {
 	findings := []Finding{} // not nil, so that JSON contains [] if there is none
 	for _, h := range networks {
 		for _, check := range []func() []Finding{
-			h.daemon, h.refused, h.missing, h.sharedAddresses, h.forwarding, h.ways, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules, h.before,
+			h.daemon, h.refused, h.missing, h.sharedAddresses, h.forwarding, h.ways, h.ipsec, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules, h.before,
 		} {
 			for _, f := range check() {
 				// Both families, and several networks, may have the same finding.

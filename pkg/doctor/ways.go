@@ -133,7 +133,11 @@ func (h Facts) ways() []Finding {
 		for _, s := range f.Subnets {
 			names = append(names, s.String())
 		}
-		found[i].Problem = fmt.Sprintf("pods do not reach %s: %s", oneline.List(names, ", "), f.Problem)
+		reach := "do not reach"
+		if !f.Serious {
+			reach = "may not reach"
+		}
+		found[i].Problem = fmt.Sprintf("pods %s %s: %s", reach, oneline.List(names, ", "), f.Problem)
 	}
 	return found
 }
@@ -145,17 +149,14 @@ func (h Facts) wayFinding(w Way, expected []Route) (f Finding, wrong bool) {
 	switch {
 	case r.Err == nil && w.Back && h.leadsToBridge(r.Dev),
 		r.Err == nil && !w.Back && (len(expected) == 0 || slices.ContainsFunc(expected, r.like)):
-		return f, false
+		return h.dropped(w)
 	case r.Err != nil && prefix.FamilyOf(w.To) == prefix.IPv4:
 		if v, ok := h.sysctl("net/ipv4/conf/" + w.In + "/forwarding"); ok && v == 0 {
 			return f, false
 		}
 	}
 
-	whose := "packets from pods"
-	if w.Back {
-		whose = "packets to pods"
-	}
+	whose := w.whose()
 	if i := slices.IndexFunc(h.Rules, func(rule Rule) bool { return h.takes(rule, w) }); i >= 0 {
 		rule := h.Rules[i]
 		to := fmt.Sprintf("a rule with priority %d looks up %s in table %d, which %s", rule.Priority, whose, rule.Table, r)
@@ -172,6 +173,23 @@ func (h Facts) wayFinding(w Way, expected []Route) (f Finding, wrong bool) {
 	}
 	return cut("route", fmt.Sprintf("the route of %s %s", whose, r),
 		fmt.Sprintf("ip route get %s from %s iif %s; ip route show table all; a running flanneld puts its own routes back", w.To, w.From, w.In), w.Subnet), true
+}
+
+func (w Way) whose() string {
+	if w.Back {
+		return "packets to pods"
+	}
+	return "packets from pods"
+}
+
+// dropped returns the policy of IPsec that drops a packet with the right route.
+func (h Facts) dropped(w Way) (f Finding, wrong bool) {
+	for _, direction := range []string{"fwd", "out"} {
+		if p, drops := h.policy(direction, w.From, w.To, 0); drops {
+			return h.policyFinding(p, w.whose(), w.Subnet), true
+		}
+	}
+	return f, false
 }
 
 // ruleFix returns a command that makes the packets of pods use the main table.
@@ -232,6 +250,7 @@ func (h Facts) bridges() []Finding {
 
 	var found []Finding
 	mtu := h.Report.Network.MTU
+	external := h.Report.Interface
 	for _, b := range h.Bridges {
 		for _, own := range h.Report.Lease.Subnets {
 			in := func(p netip.Prefix) int {
@@ -255,8 +274,12 @@ func (h Facts) bridges() []Finding {
 		switch {
 		case mtu > 0 && b.MTU > mtu:
 			found = append(found, cut("mtu",
-				fmt.Sprintf("%s has MTU %d, the network carries %d: large packets are lost or slow", b.Name, b.MTU, mtu),
-				fmt.Sprintf("ip link set %s mtu %d, and restart the pods", b.Name, mtu)))
+				fmt.Sprintf("%s has MTU %d, the network carries %d, because %s has %d: large packets are lost or slow", b.Name, b.MTU, mtu, external.Name, external.MTU),
+				fmt.Sprintf("ip link set %s mtu %d, and restart the pods; or set the MTU of %s", b.Name, mtu, external.Name)))
+		case mtu > 0 && b.PortMTU > mtu:
+			found = append(found, cut("mtu",
+				fmt.Sprintf("pods at %s have MTU %d, the network carries %d: large packets are lost or slow", b.Name, b.PortMTU, mtu),
+				"restart the pods: they keep the MTU with which they were created"))
 		case b.PortMTU > b.MTU:
 			found = append(found, cut("mtu",
 				fmt.Sprintf("%s has MTU %d, its pods have %d: large packets to them are lost", b.Name, b.MTU, b.PortMTU),

@@ -73,14 +73,14 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	case err != nil && !n.Devices:
 		return fail(Unknown, err, fmt.Sprintf("the host answers, %s does not: no pods have a bridge there yet, a firewall drops packets to them, or a router or cloud in between drops packets of pods (source/destination check)", inner))
 	case err != nil:
-		return fail(Tunnel, err, fmt.Sprintf("the host answers, its end of the network does not: a firewall that drops the backend's packets (%s), or flanneld there", n.packets()))
+		return fail(Tunnel, err, fmt.Sprintf("the host answers, its end of the network does not: a firewall drops the packets of the backend (%s), or something on that host: run flannelctl doctor there", n.packets()))
 	}
 
 	v.RTT = rtt
 	mtu := n.mtu(p)
 	if _, err := s.unfragmented(ctx, inner, mtu); err != nil {
 		v.Largest = s.largest(ctx, inner, mtu)
-		return fail(MTU, err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay's MTU is smaller than that of its interface: set the interface's MTU, or with vxlan, ipip, udp and wireguard Backend.MTU to \"probe\"", v.Largest, mtu))
+		return fail(MTU, err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay, or the interface of one of both hosts, has a smaller MTU than this interface: set the interface's MTU, or with vxlan, ipip, udp and wireguard Backend.MTU to \"probe\"", v.Largest, mtu))
 	}
 	if err = s.await(ctx); err == nil {
 		err = answered(s.knock(ctx, inner))

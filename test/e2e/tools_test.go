@@ -180,6 +180,35 @@ func toolFaultTable() []toolFault {
 			doctor: "net/ipv4/conf/cni0/forwarding", check: "forwarding", status: "cni0 does not forward",
 		},
 		{
+			name: "IPsec blocks packets to pods", cut: true,
+			cause: func(f toolFaults) func() {
+				return f.policy("src", f.ownB.String(), "dst", f.ownA.String(), "dir", "fwd", "action", "block")
+			},
+			doctor: "an IPsec policy", check: "ipsec", status: "an IPsec policy",
+		},
+		{
+			name: "IPsec without its VPN takes packets of pods", cut: true,
+			cause: func(f toolFaults) func() {
+				return f.policy("src", "10.0.0.0/8", "dst", f.ownB.String(), "dir", "out",
+					"tmpl", "src", "192.168.77.1", "dst", "192.168.77.9", "proto", "esp", "mode", "tunnel")
+			},
+			doctor: "no security association", check: "ipsec", status: "an IPsec policy",
+		},
+		{
+			name: "IPsec drops the tunnel", cut: true,
+			cause: func(f toolFaults) func() {
+				return f.policy("src", "0.0.0.0/0", "dst", "192.168.77.0/24", "proto", "udp", "dport", "8472", "dir", "out", "action", "block")
+			},
+			doctor: "to UDP port 8472", check: "ipsec", status: "an IPsec policy",
+		},
+		{
+			name: "IPsec encrypts other networks",
+			cause: func(f toolFaults) func() {
+				return f.policy("src", "10.5.0.0/16", "dst", "10.9.0.0/16", "dir", "out",
+					"tmpl", "src", "192.168.77.1", "dst", "192.168.77.9", "proto", "esp", "mode", "tunnel")
+			},
+		},
+		{
 			name: "iptables-legacy drops the tunnel", cut: true,
 			cause:  iptablesFault("iptables-legacy", "INPUT", "-p", "udp", "--dport", "8472", "-j", "DROP"),
 			doctor: "iptables-legacy drops packets of other hosts to UDP port 8472", check: "firewall", status: "iptables-legacy drops",
@@ -255,6 +284,13 @@ func sysctlFault(key string) func(toolFaults) func() {
 		f.run("sysctl", "-w", key+"=0")
 		return func() { f.run("sysctl", "-w", key+"=1") }
 	}
+}
+
+// policy adds a policy of IPsec, and returns the function that removes all.
+func (f toolFaults) policy(args ...string) func() {
+	f.t.Helper()
+	f.run("ip", append([]string{"xfrm", "policy", "add"}, args...)...)
+	return func() { f.run("ip", "xfrm", "policy", "deleteall") }
 }
 
 // run runs a program on the host with the fault.

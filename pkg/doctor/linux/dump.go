@@ -9,6 +9,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/doctor"
 )
 
 // Dumps are functions that each list one kind of the kernel's objects, an object a line, by name.
@@ -48,6 +50,11 @@ func Dumps() map[string]func() ([]string, error) {
 				func(r netlink.Rule, _ devices) string {
 					return fmt.Sprintf("family %d: %s iif %s", r.Family, r, cmp.Or(r.IifName, "-"))
 				})
+		},
+		"ipsec": func() ([]string, error) {
+			return describe(policies, func(p doctor.Policy, _ devices) string {
+				return fmt.Sprintf("%s protocol %d port %d blocks %t lacks a security association %t", p, p.Protocol, p.Port, p.Blocks, p.Lacks)
+			})
 		},
 		"neighbours": neighbours(netlink.FAMILY_ALL),
 		"fdb":        neighbours(unix.AF_BRIDGE),

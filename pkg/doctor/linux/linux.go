@@ -53,6 +53,9 @@ func Gather(ctx context.Context, r status.Report) doctor.Facts {
 			errs = append(errs, fmt.Errorf("read the routes that refuse packets: %w", e))
 		}
 	}
+	if f.Policies, e = policies(); e != nil {
+		errs = append(errs, fmt.Errorf("read the policies of IPsec: %w", e))
+	}
 	f.Docker = docker(ctx, r, f.Bridges)
 	packets := packets(r, f.Ways)
 	inIPTables, e := iptables.Blocks(ctx, packets)
