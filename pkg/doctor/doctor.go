@@ -76,7 +76,7 @@ func Examine(networks ...Facts) []Finding {
 	findings := []Finding{} // not nil, so that JSON contains [] if there is none
 	for _, h := range networks {
 		for _, check := range []func() []Finding{
-			h.daemon, h.refused, h.missing, h.sharedAddresses, h.forwarding, h.ways, h.ipsec, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules, h.before,
+			h.daemon, h.refused, h.missing, h.sharedAddresses, h.forwarding, h.connections, h.ways, h.ipsec, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules, h.before,
 		} {
 			for _, f := range check() {
 				// Both families, and several networks, may have the same finding.
@@ -259,6 +259,22 @@ func (h Facts) forwarding() []Finding {
 		}
 	}
 	return found
+}
+
+// connections checks whether the kernel has room for new connections. It drops their first packets if not.
+func (h Facts) connections() []Finding {
+	have, ok := h.sysctl("net/netfilter/nf_conntrack_count")
+	most, known := h.sysctl("net/netfilter/nf_conntrack_max")
+	if !ok || !known || most == 0 || have < most/10*9 {
+		return nil
+	}
+
+	problem := fmt.Sprintf("%d of %d connections are tracked: when all are used, new ones are dropped", have, most)
+	fix := fmt.Sprintf("sysctl -w net.netfilter.nf_conntrack_max=%d (and a line in /etc/sysctl.d)", 2*most)
+	if have < most {
+		return []Finding{note(problem, fix)}
+	}
+	return []Finding{cut("conntrack", problem, fix)}
 }
 
 // incoming returns the devices on which packets of pods arrive, each once.

@@ -101,6 +101,11 @@ func policies(p ...Policy) func(*Facts) {
 	}
 }
 
+// tracked returns the files that say how many connections the kernel tracks, and how many it can.
+func tracked(count, most string) map[string]string {
+	return map[string]string{"proc/sys/net/netfilter/nf_conntrack_count": count, "proc/sys/net/netfilter/nf_conntrack_max": most}
+}
+
 // udpSocket returns a list of UDP sockets that contains one socket on a port, which is in
 // hexadecimal.
 func udpSocket(port, inode string) string {
@@ -195,6 +200,9 @@ func TestDoctor(t *testing.T) {
 		{name: "IPsec blocks the tunnel", facts: policies(Policy{Direction: "in", Src: netip.PrefixFrom(host, 32), Dst: netip.MustParsePrefix("0.0.0.0/0"), Protocol: syscall.IPPROTO_UDP, Port: 8472, Blocks: true}),
 			want: "blocks packets from 192.0.2.7 to UDP port 8472 of 192.0.2.49", fix: "dir in", word: "ipsec"},
 		{name: "IPsec encrypts other packets", facts: policies(Policy{Direction: "out", Src: netip.MustParsePrefix("10.5.0.0/16"), Dst: netip.MustParsePrefix("10.9.0.0/16"), Lacks: true})},
+		{name: "no room for connections", change: tracked("262144", "262144"), want: "262144 of 262144 connections are tracked", fix: "nf_conntrack_max=524288", word: "conntrack"},
+		{name: "little room for connections", change: tracked("240000", "262144"), want: "240000 of 262144 connections are tracked", fix: "nf_conntrack_max"},
+		{name: "room for connections", change: tracked("900", "262144")},
 		{name: "facts missing", facts: func(h *Facts) { h.Unread = syscall.EPERM }, want: "not everything could be examined: operation not permitted", fix: "as root"},
 		{name: "firewall drops the tunnel", facts: func(h *Facts) {
 			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "eth0", Src: remote, Port: 8472}, Program: "iptables-nft", Table: "filter", Chain: "INPUT", Rule: "policy DROP"}}
