@@ -50,9 +50,12 @@ func (h Facts) blocks() []Finding {
 	for _, b := range h.Blocks {
 		what := fmt.Sprintf("forwarded packets of pods from %s to %s", b.In, b.Out)
 		subnets := h.subnetsOf(prefix.FamilyOf(b.Src))
-		if b.Out == "" {
-			what = "packets of other hosts to UDP port " + fmt.Sprint(b.Port)
+		if !b.Forwarded() {
+			what = fmt.Sprintf("packets of other hosts to UDP port %d", b.Port)
 			subnets = nil // the family of the hosts need not be that of the pods
+		}
+		if b.In == "" {
+			what = fmt.Sprintf("packets of this host to UDP port %d of others", b.Port)
 		}
 		where := fmt.Sprintf("%s in chain %s of table %s: %s", what, b.Chain, b.Table, b.Rule)
 		if b.Doubtful {
@@ -76,13 +79,13 @@ func (h Facts) accept(b firewall.Block) string {
 
 	nft := b.Program == "nft"
 	switch {
-	case nft && b.Out == "":
+	case nft && !b.Forwarded():
 		return fmt.Sprintf("nft insert rule %s %s udp dport %d accept", b.Table, b.Chain, b.Port) + permanent
 	case nft && network.Addr().Is6():
 		return fmt.Sprintf("nft insert rule %s %s ip6 saddr %s accept", b.Table, b.Chain, network) + permanent
 	case nft:
 		return fmt.Sprintf("nft insert rule %s %s ip saddr %s accept", b.Table, b.Chain, network) + permanent
-	case b.Out == "":
+	case !b.Forwarded():
 		return fmt.Sprintf("%s -t %s -I %s -p udp --dport %d -j ACCEPT", b.Program, b.Table, b.Chain, b.Port) + permanent
 	}
 	return fmt.Sprintf("%s -t %s -I %s -s %s -j ACCEPT", b.Program, b.Table, b.Chain, network) + permanent

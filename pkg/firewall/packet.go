@@ -9,11 +9,14 @@ const TCP = 6
 
 // Packet is the first packet of a connection, without a mark.
 type Packet struct {
-	In, Out  string // devices; Out is empty if the packet is for this host
+	In, Out  string // devices; In is empty if this host sends the packet, and Out if it is for this host
 	Src, Dst netip.Addr
 	Protocol uint8
 	Port     uint16 // of the destination; 0 if the protocol has no ports
 }
+
+// Forwarded reports whether the packet is neither from this host nor for it.
+func (p Packet) Forwarded() bool { return p.In != "" && p.Out != "" }
 
 // Block is a rule, or the policy of a chain, that drops or rejects a packet.
 type Block struct {

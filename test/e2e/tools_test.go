@@ -219,6 +219,14 @@ func toolFaultTable() []toolFault {
 			doctor: "iptables-nft drops forwarded packets of pods from cni0 to flannel.1", check: "firewall", status: "iptables-nft drops",
 		},
 		{
+			name: "iptables-nft drops what the host sends through the tunnel", cut: true,
+			cause: func(f toolFaults) func() {
+				f.run("iptables-nft", "-I", "OUTPUT", "-p", "udp", "--dport", "8472", "-j", "DROP")
+				return func() { f.run("iptables-nft", "-D", "OUTPUT", "-p", "udp", "--dport", "8472", "-j", "DROP") }
+			},
+			doctor: "packets of this host to UDP port 8472", check: "firewall", status: "iptables-nft drops",
+		},
+		{
 			name: "nftables drops all but a few ports", cut: true,
 			cause:  nftFault("chain in { type filter hook input priority 0 ; policy drop ; ct state established,related accept ; iifname lo accept ; meta l4proto icmp accept ; tcp dport { 22, 443 } accept ; }"),
 			doctor: "nft drops packets of other hosts to UDP port 8472 in chain in of table inet foreign: policy drop", check: "firewall", status: "nft drops",

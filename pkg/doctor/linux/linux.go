@@ -341,7 +341,7 @@ func docker(ctx context.Context, r status.Report, bridges []doctor.Bridge) []doc
 	return all
 }
 
-// packets returns the packets that no firewall may drop: those of the backend from another host, and those between
+// packets returns the packets that no firewall may drop: those of the backend from and to another host, and those between
 // pods for each pair of devices.
 func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
 	var all []firewall.Packet
@@ -349,7 +349,11 @@ func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
 		other := peerAddress(r, own.Local.Is4())
 		for _, port := range r.Network.Ports {
 			if other.IsValid() {
-				all = append(all, firewall.Packet{In: r.Interface.Name, Src: other, Dst: own.Local, Protocol: firewall.UDP, Port: uint16(port)})
+				p := firewall.Packet{In: r.Interface.Name, Src: other, Dst: own.Local, Protocol: firewall.UDP, Port: uint16(port)}
+				sent := p
+				sent.In, sent.Out = p.Out, p.In
+				sent.Src, sent.Dst = p.Dst, p.Src
+				all = append(all, p, sent)
 			}
 		}
 	}

@@ -54,12 +54,17 @@ func Present(f prefix.Family) []Variant {
 // blocked returns what drops a packet according to the output of iptables-save.
 func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 	d := parseSave(text)
+	first := "PREROUTING"
 	last := "FORWARD"
-	if p.Out == "" {
+	switch "" {
+	case p.In:
+		first = "OUTPUT"
+		last = "OUTPUT"
+	case p.Out:
 		last = "INPUT"
 	}
 
-	for _, at := range [][2]string{{"raw", "PREROUTING"}, {"mangle", "PREROUTING"}, {"mangle", last}, {"filter", last}} {
+	for _, at := range [][2]string{{"raw", first}, {"mangle", first}, {"mangle", last}, {"filter", last}} {
 		table := at[0]
 		hook := at[1]
 		o := d[table].follow(hook, func(c condition) answer { return meets(c, p) }, nil)

@@ -16,6 +16,8 @@ import (
 func TestBlocked(t *testing.T) {
 	tunnel := firewall.Packet{In: "eth0", Src: netip.MustParseAddr("192.0.2.2"), Dst: netip.MustParseAddr("192.0.2.1"), Protocol: firewall.UDP, Port: 8472}
 	pods := firewall.Packet{In: "flannel.1", Out: "cni0", Src: netip.MustParseAddr("10.5.7.2"), Dst: netip.MustParseAddr("10.5.49.2"), Protocol: firewall.TCP, Port: 1}
+	sent := tunnel
+	sent.In, sent.Out = tunnel.Out, tunnel.In
 	const ours = "-A FORWARD -m comment --comment \"flanneld forward\" -j FLANNEL-FWD\n-A FLANNEL-FWD -s 10.5.0.0/16 -j ACCEPT\n"
 	for name, tt := range map[string]struct {
 		policy   string // of INPUT and FORWARD; empty for ACCEPT
@@ -27,6 +29,8 @@ func TestBlocked(t *testing.T) {
 		"nothing":                        {packet: tunnel},
 		"drop of the port":               {packet: tunnel, rules: "-A INPUT -p udp -m udp --dport 8472 -j DROP\n", want: "-p udp -m udp --dport 8472 -j DROP"},
 		"drop of a range of ports":       {packet: tunnel, rules: "-A INPUT -p udp -m udp --dport 8000:9000 -j DROP\n", want: "-p udp -m udp --dport 8000:9000 -j DROP"},
+		"drop of sent packets":           {packet: sent, rules: "-A OUTPUT -o eth0 -p udp -m udp --dport 8472 -j DROP\n", want: "-o eth0 -p udp -m udp --dport 8472 -j DROP"},
+		"drop of received packets":       {packet: sent, rules: "-A INPUT -j DROP\n"},
 		"drop of another port":           {packet: tunnel, rules: "-A INPUT -p udp -m udp --dport 53 -j DROP\n"},
 		"drop of another interface":      {packet: tunnel, rules: "-A INPUT -i wlan+ -j DROP\n"},
 		"drop of interfaces":             {packet: tunnel, rules: "-A INPUT -i eth+ -j DROP\n", want: "-i eth+ -j DROP"},

@@ -107,11 +107,15 @@ func (f follower) passes(c *nftables.Chain) bool {
 	if c.Hooknum == nil || c.Type != nftables.ChainTypeFilter || c.Table.Family != own && c.Table.Family != nftables.TableFamilyINet {
 		return false
 	}
-	last := *nftables.ChainHookForward
-	if f.packet.Out == "" {
-		last = *nftables.ChainHookInput
+
+	hooks := []nftables.ChainHook{*nftables.ChainHookPrerouting, *nftables.ChainHookForward, *nftables.ChainHookPostrouting}
+	switch "" {
+	case f.packet.In:
+		hooks = []nftables.ChainHook{*nftables.ChainHookOutput, *nftables.ChainHookPostrouting}
+	case f.packet.Out:
+		hooks = []nftables.ChainHook{*nftables.ChainHookPrerouting, *nftables.ChainHookInput}
 	}
-	return *c.Hooknum == *nftables.ChainHookPrerouting || *c.Hooknum == last
+	return slices.Contains(hooks, *c.Hooknum)
 }
 
 // maxDepth is the maximum depth of jumps, as in the kernel.

@@ -19,6 +19,8 @@ func TestKernelBlocks(t *testing.T) {
 	tunnel6.Src = netip.MustParseAddr("2001:db8::2")
 	tunnel6.Dst = netip.MustParseAddr("2001:db8::1")
 	pods := firewall.Packet{In: "flannel.1", Out: "cni0", Src: netip.MustParseAddr("10.5.7.2"), Dst: netip.MustParseAddr("10.5.49.2"), Protocol: firewall.TCP, Port: 1}
+	sent := tunnel
+	sent.In, sent.Out = tunnel.Out, tunnel.In
 	const server = "chain in { type filter hook input priority 0 ; policy drop ; ct state vmap { established : accept, related : accept, invalid : drop } ; iifname lo accept ; tcp dport { 22, 80-90 } accept ; "
 	for name, tt := range map[string]struct {
 		table    string // content of a table of the family inet
@@ -29,6 +31,8 @@ func TestKernelBlocks(t *testing.T) {
 		"no rules":                     {packet: tunnel},
 		"drop of the port":             {table: "chain in { type filter hook input priority 0 ; udp dport 8472 drop ; }", packet: tunnel, want: "in the rule with handle"},
 		"drop of the port by IPv6":     {table: "chain in { type filter hook input priority 0 ; udp dport 8472 reject ; }", packet: tunnel6, want: "in the rule with handle"},
+		"drop of sent packets":         {table: "chain out { type filter hook output priority 0 ; oifname eth0 udp dport 8472 drop ; }", packet: sent, want: "out the rule with handle"},
+		"drop after the look-up":       {table: "chain late { type filter hook postrouting priority 0 ; ip daddr 10.5.0.0/16 drop ; }", packet: pods, want: "late the rule with handle"},
 		"drop of IPv4":                 {table: "chain in { type filter hook input priority 0 ; ip saddr 192.0.2.0/24 drop ; }", packet: tunnel6},
 		"drop of another port":         {table: "chain in { type filter hook input priority 0 ; udp dport 53 drop ; }", packet: tunnel},
 		"drop before the look-up":      {table: "chain raw { type filter hook prerouting priority raw ; iifname eth* meta l4proto udp drop ; }", packet: tunnel, want: "raw the rule with handle"},
