@@ -30,7 +30,14 @@ const helm = "../../bin/tools/helm"
 // which helm names the source of each object.
 func render(t *testing.T, options ...string) string {
 	t.Helper()
-	cmd := exec.CommandContext(t.Context(), helm, append([]string{"template", "flannel", "chart", "--namespace=kube-flannel", "--kube-version=1.30"}, options...)...)
+	return renderChart(t, "chart", "", options...)
+}
+
+// renderChart does so with any chart, and with values as YAML.
+func renderChart(t *testing.T, chart, values string, options ...string) string {
+	t.Helper()
+	cmd := exec.CommandContext(t.Context(), helm, append([]string{"template", "flannel", chart, "--namespace=kube-flannel", "--kube-version=1.30", "--values=-"}, options...)...)
+	cmd.Stdin = strings.NewReader(values)
 	var stderr strings.Builder
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
@@ -54,7 +61,12 @@ const license = "# SPDX-License-Identifier: Apache-2.0\n"
 
 func expectGolden(t *testing.T, path, got string) {
 	t.Helper()
-	got = license + got
+	expectFile(t, path, license+got)
+}
+
+// expectFile checks that a file has this content, or writes it if the flag -update is set.
+func expectFile(t *testing.T, path, got string) {
+	t.Helper()
 	if *update {
 		if err := os.WriteFile(path, []byte(got), 0o600); err != nil {
 			t.Fatal(err)
@@ -143,18 +155,33 @@ func TestBaseIsTheChart(t *testing.T) {
 //stages:rest it needs helm, which takes minutes to build
 func TestChartRefusesMistakes(t *testing.T) {
 	for name, tc := range map[string]struct{ set, want string }{
-		"no network":         {"podCidr=", "podCidr and podCidrv6 are both empty"},
-		"port":               {"flannel.backendPort=70000", "backendPort"},
-		"a port in words":    {"flannel.healthz.port=http", "healthz/port"},
-		"probe host":         {"flannel.healthz.probeHost=1", "healthz/probeHost"},
-		"one argument":       {"flannel.args=--ip-masq", "args"},
-		"VNI":                {"flannel.vni=10000000", "vni"},
-		"VNI with IPv6":      {"flannel.vni=10000,podCidrv6=fd00:10:5::/48", "vni"},
-		"mode":               {"flannel.tunnelMode=both", "tunnelMode"},
-		"no selector":        {"flannel.selectorLabels=null", "selectorLabels"},
-		"plugin, no tag":     {"flannel.flannel_cni.image.repository=x", "flannel.flannel_cni.image.tag"},
-		"a number as tag":    {"flannel.image.tag=1", "flannel/image/tag"},
-		"policies, no image": {"netpol.enabled=true", "netpol.image.repository"},
+		"no network":          {"podCidr=", "podCidr and podCidrv6 are both empty"},
+		"an address":          {"podCidr=10.244.0.0", "'/podCidr'"},
+		"a long prefix":       {"podCidr=10.244.0.0/33", "'/podCidr'"},
+		"a large byte":        {"podCidr=10.256.0.0/16", "'/podCidr'"},
+		"two networks":        {"podCidr=10.244.0.0/16\\,10.245.0.0/16", "'/podCidr'"},
+		"IPv6 as IPv4":        {"podCidr=fd00::/48", "'/podCidr'"},
+		"IPv4 as IPv6":        {"podCidrv6=10.244.0.0/16", "'/podCidrv6'"},
+		"two gaps":            {"podCidrv6=fd00::1::/48", "'/podCidrv6'"},
+		"a long IPv6 prefix":  {"podCidrv6=fd00::/129", "'/podCidrv6'"},
+		"an unknown value":    {"podCIDR=10.244.0.0/16", "'podCIDR'"},
+		"unknown in flannel":  {"flannel.backendport=8472", "'backendport'"},
+		"unknown in an image": {"flannel.flannel_cni.image.tags=v1", "'tags'"},
+		"unknown in healthz":  {"flannel.healthz.ports=1", "'ports'"},
+		"unknown in netpol":   {"netpol.enable=true", "'enable'"},
+		"an unknown backend":  {"flannel.backend=ipsec", "'/flannel/backend': value must be one of 'vxlan', 'host-gw'"},
+		"no backend":          {"flannel.backend=null", "'backend'"},
+		"port":                {"flannel.backendPort=70000", "backendPort"},
+		"a port in words":     {"flannel.healthz.port=http", "healthz/port"},
+		"a switch in words":   {"netpol.enabled=yes", "netpol/enabled"},
+		"probe host":          {"flannel.healthz.probeHost=1", "healthz/probeHost"},
+		"one argument":        {"flannel.args=--ip-masq", "args"},
+		"VNI":                 {"flannel.vni=10000000", "vni"},
+		"VNI with IPv6":       {"flannel.vni=10000,podCidrv6=fd00:10:5::/48", "vni"},
+		"mode":                {"flannel.tunnelMode=both", "tunnelMode"},
+		"a number as PSK":     {"flannel.psk=12345", "psk"},
+		"no selector":         {"flannel.selectorLabels=null", "selectorLabels"},
+		"a number as tag":     {"flannel.image.tag=1", "flannel/image/tag"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			out, err := exec.CommandContext(t.Context(), helm, "template", "chart", "--set="+tc.set).CombinedOutput()
@@ -170,11 +197,12 @@ func TestChartRefusesMistakes(t *testing.T) {
 //stages:rest it needs helm, which takes minutes to build
 func TestAdmissionPolicy(t *testing.T) {
 	for name, tc := range map[string]struct{ option, want string }{
-		"default":              {"", "map(name, 'flannel.alpha.coreos.com/' + name)"},
-		"another prefix":       {"--set=flannel.args={--kube-subnet-mgr,--kube-annotation-prefix=example.org}", "map(name, 'example.org/' + name)"},
-		"a prefix with a name": {"--set=flannel.args={--kube-annotation-prefix=example.org/net}", "map(name, 'example.org/net-' + name)"},
-		"off":                  {"--set=flannel.admissionPolicy=false", ""},
-		"an older Kubernetes":  {"--kube-version=1.29", ""},
+		"default":                      {"", "map(name, 'flannel.alpha.coreos.com/' + name)"},
+		"another prefix":               {"--set=flannel.args={--kube-subnet-mgr,--kube-annotation-prefix=example.org}", "map(name, 'example.org/' + name)"},
+		"a prefix as another argument": {"--set=flannel.args={--kube-annotation-prefix,example.org}", "map(name, 'example.org/' + name)"},
+		"a prefix with a name":         {"--set=flannel.args={--kube-annotation-prefix=example.org/net}", "map(name, 'example.org/net-' + name)"},
+		"off":                          {"--set=flannel.admissionPolicy=false", ""},
+		"an older Kubernetes":          {"--kube-version=1.29", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := render(t, slices.DeleteFunc([]string{tc.option}, func(o string) bool { return o == "" })...)
@@ -185,70 +213,41 @@ func TestAdmissionPolicy(t *testing.T) {
 	}
 }
 
-// TestZeroAndFalse checks that a value reaches the configuration even if it is 0 or false,
-// whether it comes from a file or from the command line. Exceptions are a backendPort of 0
-// and an empty text, which mean the default, and values that the backend does not have. A
-// value of the chart takes precedence over the same key in backendOptions.
+// TestBackendOptions checks that backendOptions reach the configuration even if they are 0 or
+// false, and that a value of the chart takes precedence over the same key there, whether they
+// come from a file or from the command line.
 //
 //stages:rest it needs helm, which takes minutes to build
-func TestZeroAndFalse(t *testing.T) {
-	for _, tc := range []struct {
-		backend, set string
-		want         map[string]any
+func TestBackendOptions(t *testing.T) {
+	for name, tc := range map[string]struct {
+		values map[string]string
+		want   map[string]any
 	}{
-		{"vxlan", "vni=0", map[string]any{"VNI": 0.}},
-		{"vxlan", "vni=0 mtu=0 GBP=false directRouting=false backendPort=0", map[string]any{"VNI": 0., "MTU": 0., "GBP": false, "DirectRouting": false}},
-		{"vxlan", "macPrefix=", map[string]any{}},
-		{"vxlan", "vni=0 backendOptions.VNI=7", map[string]any{"VNI": 0.}},
-		{"vxlan", "backendOptions.VNI=0 backendOptions.Learning=false backendOptions.Port=0", map[string]any{"VNI": 0., "Learning": false, "Port": 0.}},
-		{"wireguard", "backendPort=0 backendPortv6=0 keepaliveInterval=0 mtu=0 psk=", map[string]any{"PersistentKeepaliveInterval": 0., "MTU": 0.}},
-		{"udp", "backendPort=0", map[string]any{}},
-		{"host-gw", "vni=0 mtu=0", map[string]any{}},
+		"0 and false": {
+			map[string]string{"flannel.backendOptions.VNI": "0", "flannel.backendOptions.Learning": "false", "flannel.backendOptions.Port": "0"},
+			map[string]any{"Type": "vxlan", "VNI": 0, "Learning": false, "Port": 0},
+		},
+		"a value beside an option": {
+			map[string]string{"flannel.vni": "9999999", "flannel.backendOptions.VNI": "7"},
+			map[string]any{"Type": "vxlan", "VNI": 9999999},
+		},
+		"an unset value beside an option": {
+			map[string]string{"flannel.vni": "0", "flannel.backendOptions.VNI": "7"},
+			map[string]any{"Type": "vxlan", "VNI": 7},
+		},
+		"the MTU of each path": {
+			map[string]string{"flannel.backend": "wireguard", "flannel.mtu": "probe"},
+			map[string]any{"Type": "wireguard", "MTU": "probe"},
+		},
 	} {
-		t.Run(tc.backend+" "+tc.set, func(t *testing.T) {
-			tc.want["Type"] = tc.backend
-			flannel := map[string]any{"backend": tc.backend}
-			options := []string{"--set=flannel.backend=" + tc.backend}
-			for one := range strings.FieldsSeq(tc.set) {
-				options = append(options, "--set=flannel."+one)
-				path, value, _ := strings.Cut(one, "=")
-				in := flannel
-				if group, key, nested := strings.Cut(path, "."); nested {
-					if flannel[group] == nil {
-						flannel[group] = map[string]any{}
-					}
-					in, path = flannel[group].(map[string]any), key
-				}
-				var v any
-				if err := yaml.Unmarshal([]byte(value), &v); err != nil {
-					t.Fatal(err)
-				}
-				if value == "" {
-					v = ""
-				}
-				in[path] = v
+		t.Run(name, func(t *testing.T) {
+			var options []string
+			for value, to := range tc.values {
+				options = append(options, "--set="+value+"="+to)
 			}
-			text, err := yaml.Marshal(map[string]any{"flannel": flannel})
-			if err != nil {
-				t.Fatal(err)
-			}
-			file := filepath.Join(t.TempDir(), "values.yaml")
-			if err := os.WriteFile(file, text, 0o600); err != nil {
-				t.Fatal(err)
-			}
-			for how, options := range map[string][]string{"command line": options, "file": {"--values=" + file}} {
-				var conf struct{ Backend map[string]any }
-				for _, o := range objects(t, render(t, options...)) {
-					if o.Kind == "ConfigMap" {
-						if err := json.Unmarshal([]byte(o.Data["net-conf.json"]), &conf); err != nil {
-							t.Fatal(err)
-						}
-					}
-				}
-				if diff := cmp.Diff(tc.want, conf.Backend); diff != "" {
-					t.Errorf("%s: Backend (-want +got):\n%s", how, diff)
-				}
-			}
+			want := fields{"net-conf/Backend": tc.want}
+			expectFields(t, want, view(t, render(t, options...)))
+			expectFields(t, want, renderValues(t, tc.values))
 		})
 	}
 }

@@ -6,11 +6,18 @@ tier: node
 
 {{/* Of a pod: the selector's labels have to be among them as they are. */}}
 {{- define "flannel.podLabels" -}}
-{{- $labels := include "flannel.labels" . | fromYaml }}
-{{- range $key, $value := .Values.flannel.selectorLabels }}
+{{- $labels := dict }}
+{{- range list (include "flannel.labels" . | fromYaml) .Values.flannel.selectorLabels }}
+{{- range $key, $value := . }}
 {{- $_ := set $labels $key $value }}
 {{- end }}
+{{- end }}
 {{- toYaml $labels }}
+{{- end }}
+
+{{/* A switch may be text: "true". */}}
+{{- define "flannel.netpol" -}}
+{{- if eq (toString .Values.netpol.enabled) "true" }}true{{ end }}
 {{- end }}
 
 {{- define "flannel.image" -}}
@@ -27,8 +34,12 @@ tier: node
 {{- $backend := dict "Type" .Values.flannel.backend }}
 {{- range $key, $value := dig .Values.flannel.backend dict $options }}
 {{- $given := index $.Values.flannel $value }}
-{{- /* 0 and false are values. The port 0 alone means the default, as in flannel's chart. */}}
-{{- if not (or (has $given (list nil "")) (and (hasPrefix "backendPort" $value) (not $given))) }}
+{{- /* As in flannel's chart, 0 and false mean unset. It writes all but two into JSON as they are,
+so "8472" is a number there, and a text has quotes inside. */}}
+{{- if $given }}
+{{- if not (has $key (list "PSK" "MacPrefix")) }}
+{{- $given = (printf "value: %v" $given | fromYaml).value }}
+{{- end }}
 {{- $_ := set $backend $key $given }}
 {{- end }}
 {{- end }}
@@ -38,7 +49,7 @@ tier: node
 {{- $_ := set $backend $key $value }}
 {{- end }}
 {{- end }}
-{{- $conf := dict "EnableNFTables" .Values.flannel.enableNFTables "Backend" $backend }}
+{{- $conf := dict "EnableNFTables" (eq (toString .Values.flannel.enableNFTables) "true") "Backend" $backend }}
 {{- if .Values.podCidr }}
 {{- $_ := set $conf "Network" .Values.podCidr }}
 {{- else }}
@@ -57,10 +68,8 @@ tier: node
 {{/* The beginning of the keys of annotations, as the flag --kube-annotation-prefix sets it. */}}
 {{- define "flannel.annotationPrefix" -}}
 {{- $prefix := "flannel.alpha.coreos.com" }}
-{{- range .Values.flannel.args }}
-{{- if hasPrefix "--kube-annotation-prefix=" . }}
-{{- $prefix = trimPrefix "--kube-annotation-prefix=" . }}
-{{- end }}
+{{- with regexFindAll "--?kube-annotation-prefix[= ]\\S+" (join " " .Values.flannel.args) -1 }}
+{{- $prefix = regexReplaceAll "^.*[= ]" (last .) "" }}
 {{- end }}
 {{- if not (contains "/" $prefix) }}
 {{- $prefix = print $prefix "/" }}
