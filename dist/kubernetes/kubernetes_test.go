@@ -155,33 +155,35 @@ func TestBaseIsTheChart(t *testing.T) {
 //stages:rest it needs helm, which takes minutes to build
 func TestChartRefusesMistakes(t *testing.T) {
 	for name, tc := range map[string]struct{ set, want string }{
-		"no network":          {"podCidr=", "podCidr and podCidrv6 are both empty"},
-		"an address":          {"podCidr=10.244.0.0", "'/podCidr'"},
-		"a long prefix":       {"podCidr=10.244.0.0/33", "'/podCidr'"},
-		"a large byte":        {"podCidr=10.256.0.0/16", "'/podCidr'"},
-		"two networks":        {"podCidr=10.244.0.0/16\\,10.245.0.0/16", "'/podCidr'"},
-		"IPv6 as IPv4":        {"podCidr=fd00::/48", "'/podCidr'"},
-		"IPv4 as IPv6":        {"podCidrv6=10.244.0.0/16", "'/podCidrv6'"},
-		"two gaps":            {"podCidrv6=fd00::1::/48", "'/podCidrv6'"},
-		"a long IPv6 prefix":  {"podCidrv6=fd00::/129", "'/podCidrv6'"},
-		"an unknown value":    {"podCIDR=10.244.0.0/16", "'podCIDR'"},
-		"unknown in flannel":  {"flannel.backendport=8472", "'backendport'"},
-		"unknown in an image": {"flannel.flannel_cni.image.tags=v1", "'tags'"},
-		"unknown in healthz":  {"flannel.healthz.ports=1", "'ports'"},
-		"unknown in netpol":   {"netpol.enable=true", "'enable'"},
-		"an unknown backend":  {"flannel.backend=ipsec", "'/flannel/backend': value must be one of 'vxlan', 'host-gw'"},
-		"no backend":          {"flannel.backend=null", "'backend'"},
-		"port":                {"flannel.backendPort=70000", "backendPort"},
-		"a port in words":     {"flannel.healthz.port=http", "healthz/port"},
-		"a switch in words":   {"netpol.enabled=yes", "netpol/enabled"},
-		"probe host":          {"flannel.healthz.probeHost=1", "healthz/probeHost"},
-		"one argument":        {"flannel.args=--ip-masq", "args"},
-		"VNI":                 {"flannel.vni=10000000", "vni"},
-		"VNI with IPv6":       {"flannel.vni=10000,podCidrv6=fd00:10:5::/48", "vni"},
-		"mode":                {"flannel.tunnelMode=both", "tunnelMode"},
-		"a number as PSK":     {"flannel.psk=12345", "psk"},
-		"no selector":         {"flannel.selectorLabels=null", "selectorLabels"},
-		"a number as tag":     {"flannel.image.tag=1", "flannel/image/tag"},
+		"no network":            {"podCidr=", "podCidr and podCidrv6 are both empty"},
+		"an address":            {"podCidr=10.244.0.0", "'/podCidr'"},
+		"a long prefix":         {"podCidr=10.244.0.0/33", "'/podCidr'"},
+		"a large byte":          {"podCidr=10.256.0.0/16", "'/podCidr'"},
+		"two networks":          {"podCidr=10.244.0.0/16\\,10.245.0.0/16", "'/podCidr'"},
+		"IPv6 as IPv4":          {"podCidr=fd00::/48", "'/podCidr'"},
+		"IPv4 as IPv6":          {"podCidrv6=10.244.0.0/16", "'/podCidrv6'"},
+		"two gaps":              {"podCidrv6=fd00::1::/48", "'/podCidrv6'"},
+		"a long IPv6 prefix":    {"podCidrv6=fd00::/129", "'/podCidrv6'"},
+		"an unknown value":      {"podCIDR=10.244.0.0/16", "'podCIDR'"},
+		"unknown in flannel":    {"flannel.backendport=8472", "'backendport'"},
+		"unknown in an image":   {"flannel.flannel_cni.image.tags=v1", "'tags'"},
+		"unknown in healthz":    {"flannel.healthz.ports=1", "'ports'"},
+		"unknown in netpol":     {"netpol.enable=true", "'enable'"},
+		"an unknown backend":    {"flannel.backend=ipsec", "'/flannel/backend': value must be one of 'vxlan', 'host-gw'"},
+		"no backend":            {"flannel.backend=null", "'backend'"},
+		"port":                  {"flannel.backendPort=70000", "backendPort"},
+		"a port in words":       {"flannel.healthz.port=http", "healthz/port"},
+		"a switch in words":     {"netpol.enabled=yes", "netpol/enabled"},
+		"probe host":            {"flannel.healthz.probeHost=1", "healthz/probeHost"},
+		"one argument":          {"flannel.args=--ip-masq", "args"},
+		"VNI":                   {"flannel.vni=10000000", "vni"},
+		"VNI with IPv6":         {"flannel.vni=10000,podCidrv6=fd00:10:5::/48", "vni"},
+		"mode":                  {"flannel.tunnelMode=both", "tunnelMode"},
+		"a number as PSK":       {"flannel.psk=12345", "psk"},
+		"no selector":           {"flannel.selectorLabels=null", "selectorLabels"},
+		"a number as tag":       {"flannel.image.tag=1", "flannel/image/tag"},
+		"a monitor on loopback": {"podMonitor.enabled=true", "flannel.healthz.probeHost empty"},
+		"a monitor, no port":    {"podMonitor.enabled=true,flannel.healthz.port=0,flannel.healthz.probeHost=", "flannel.healthz.port other than 0"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			out, err := exec.CommandContext(t.Context(), helm, "template", "chart", "--set="+tc.set).CombinedOutput()
@@ -273,6 +275,113 @@ func TestSelectorIsInThePod(t *testing.T) {
 		if has, ok := labels[key]; !ok || has != value {
 			t.Errorf("the pod has the labels %q, want %s %q as in the selector", labels, key, value)
 		}
+	}
+}
+
+// TestPodMetadata checks that pods have further annotations and labels, and that further labels do
+// not replace those of the chart.
+//
+//stages:rest it needs helm, which takes minutes to build
+func TestPodMetadata(t *testing.T) {
+	got := render(t, "--set=flannel.podAnnotations.note=x", "--set=flannel.podLabels.team=net", "--set=flannel.podLabels.app=other")
+	for _, want := range []string{"        note: x\n    spec:\n", "      labels:\n        app: flannel\n        team: net\n        tier: node\n"} {
+		if !strings.Contains(got, want) {
+			t.Errorf("no %q in\n%s", want, got)
+		}
+	}
+}
+
+// TestMonitoring checks that the PodMonitor selects the pods and a port that they have, and that
+// the PrometheusRule contains the alerts of dist/prometheus. The chart has a copy of these, because
+// helm packages only files of its folder.
+//
+//stages:rest it needs helm, which takes minutes to build
+func TestMonitoring(t *testing.T) {
+	rules, err := os.ReadFile("../prometheus/flannel-rules.yml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	expectFile(t, "chart/files/flannel-rules.yml", string(rules))
+	want := struct{ Groups any }{}
+	if err := yaml.Unmarshal(rules, &want); err != nil {
+		t.Fatal(err)
+	}
+	got := render(t, "--set=podMonitor.enabled=true,podMonitor.interval=30s,podMonitor.labels.release=prometheus,flannel.healthz.probeHost=",
+		"--set=prometheusRule.enabled=true,prometheusRule.labels.release=prometheus", "--set=flannel.selectorLabels.k8s-app=flannel")
+	found := map[string]bool{}
+	for part := range strings.SplitSeq(got, "\n---\n") {
+		var o struct {
+			Kind     string
+			Metadata struct{ Labels map[string]string }
+			Spec     struct {
+				Groups              any
+				Selector            struct{ MatchLabels map[string]string }
+				PodMetricsEndpoints []struct{ Port, Interval string }
+			}
+		}
+		if err := yaml.Unmarshal([]byte(part), &o); err != nil {
+			t.Fatalf("%v: %s", err, part)
+		}
+		switch o.Kind {
+		case "PodMonitor":
+			if diff := cmp.Diff(map[string]string{"app": "flannel", "k8s-app": "flannel"}, o.Spec.Selector.MatchLabels); diff != "" {
+				t.Errorf("labels of the selector (-want +got):\n%s", diff)
+			}
+			if diff := cmp.Diff([]struct{ Port, Interval string }{{"healthz", "30s"}}, o.Spec.PodMetricsEndpoints); diff != "" {
+				t.Errorf("endpoints (-want +got):\n%s", diff)
+			}
+		case "PrometheusRule":
+			if diff := cmp.Diff(want.Groups, o.Spec.Groups); diff != "" {
+				t.Errorf("groups of rules (-want +got):\n%s", diff)
+			}
+		default:
+			continue
+		}
+		found[o.Kind] = o.Metadata.Labels["release"] == "prometheus"
+	}
+	if diff := cmp.Diff(map[string]bool{"PodMonitor": true, "PrometheusRule": true}, found); diff != "" {
+		t.Errorf("objects, and whether they have the label of the values (-want +got):\n%s", diff)
+	}
+}
+
+// TestNotes checks what helm prints after an installation.
+//
+//stages:rest it needs helm, which takes minutes to build
+func TestNotes(t *testing.T) {
+	chart := t.TempDir()
+	if err := os.CopyFS(chart, os.DirFS("chart")); err != nil {
+		t.Fatal(err)
+	}
+	// helm template does not print notes.
+	const notes = `notes: {{ include (print .Template.BasePath "/NOTES.txt") . | quote }}`
+	if err := os.WriteFile(filepath.Join(chart, "templates/notes.yaml"), []byte(notes), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	const noImage, noPolicies = "every node must have the image flanneld:dev already", "NetworkPolicies have no effect"
+	for name, tc := range map[string]struct {
+		set        string
+		has, lacks []string
+	}{
+		"default":  {"flannel.vni=1", []string{noImage, noPolicies}, nil},
+		"complete": {"flannel.image.repository=registry.example.com/x,netpol.enabled=true", nil, []string{noImage, noPolicies}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var got struct{ Notes string }
+			if err := yaml.Unmarshal([]byte(renderChart(t, chart, "", "--show-only=templates/notes.yaml", "--set="+tc.set)), &got); err != nil {
+				t.Fatal(err)
+			}
+			for _, want := range append(tc.has, "\n    kubectl --namespace=kube-flannel rollout status daemonset/kube-flannel-ds\n",
+				"\n    kubectl label namespace kube-flannel pod-security.kubernetes.io/enforce=privileged\n") {
+				if !strings.Contains(got.Notes, want) {
+					t.Errorf("no %q in\n%s", want, got.Notes)
+				}
+			}
+			for _, unwanted := range tc.lacks {
+				if strings.Contains(got.Notes, unwanted) {
+					t.Errorf("%q in\n%s", unwanted, got.Notes)
+				}
+			}
+		})
 	}
 }
 

@@ -7,7 +7,7 @@ tier: node
 {{/* Of a pod: the selector's labels have to be among them as they are. */}}
 {{- define "flannel.podLabels" -}}
 {{- $labels := dict }}
-{{- range list (include "flannel.labels" . | fromYaml) .Values.flannel.selectorLabels }}
+{{- range list .Values.flannel.podLabels (include "flannel.labels" . | fromYaml) .Values.flannel.selectorLabels }}
 {{- range $key, $value := . }}
 {{- $_ := set $labels $key $value }}
 {{- end }}
