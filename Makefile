@@ -155,6 +155,7 @@ lint-mod:
 	go -C test/components/containerd mod tidy -diff
 	go -C test/components/helm mod tidy -diff
 	go -C test/components/sbom mod tidy -diff
+	go -C test/components/packages mod tidy -diff
 	go -C test/components/release mod tidy -diff
 	go -C test/components/cni-plugins mod tidy -diff
 	go -C test/components/ec2-metadata-mock mod tidy -diff
@@ -163,7 +164,7 @@ lint-mod:
 	go -C test/components/etcd-3.6 mod tidy -diff
 
 lint-shell: deps
-	shellcheck .ci/run dist/debian/postinst dist/debian/prerm dist/debian/postrm $(shell git ls-files --cached --others --exclude-standard '*.sh')
+	shellcheck .ci/run dist/packages/postinst dist/packages/prerm dist/packages/postrm $(shell git ls-files --cached --others --exclude-standard '*.sh')
 
 # In a synctest bubble a sleep only advances the fake clock. Elsewhere it makes tests slow
 # and unreliable.
@@ -212,16 +213,16 @@ chart: bin/tools/helm ## build the archive of the Helm chart in dist/out, for im
 	$(TAR) -C "$$work" -cf - flannel | gzip -9n > $(OUT)/$$archive && \
 	echo "chart: $(OUT)/$$archive"
 
-dist: $(ARCHES:%=$(OUT)/flannel-$(VERSION)-linux-%.tar.gz) ## build reproducible tarballs and Debian packages for all architectures in dist/out
-	cd $(OUT) && sha256sum $(^F) $(patsubst %.tar.gz,%.deb,$(^F)) > SHA256SUMS
+dist: $(ARCHES:%=$(OUT)/flannel-$(VERSION)-linux-%.tar.gz) ## build reproducible tarballs, .deb and .rpm packages for all architectures in dist/out
+	cd $(OUT) && sha256sum $(foreach kind,tar.gz deb rpm,$(^F:tar.gz=$(kind))) > SHA256SUMS
 
-# The Debian package is built from the same files as the tarball.
-$(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE bin/tools/sbom deps
+# The packages are built from the same files as the tarball.
+$(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE bin/tools/sbom bin/tools/packages
 	rm -rf $(OUT)/$* && mkdir -p $(OUT)/$*
 	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/ $(COMMANDS)
 	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/flannel $(PLUGIN)
 	bin/tools/sbom $(VERSION) $(OUT)/$*/* > $(OUT)/$*.sbom && mv $(OUT)/$*.sbom $(OUT)/$*/sbom.cdx.json
-	dist/debian/build.sh $(OUT)/$* $* $(VERSION) $(@:.tar.gz=.deb)
+	dist/packages/build.sh $(OUT)/$* $* $(VERSION) $(@:.tar.gz=)
 	cp -r README.md LICENSE SECURITY.md CHANGELOG.md CONTRIBUTING.md Documentation dist/mk-docker-opts.sh dist/systemd dist/rt_protos.d dist/prometheus dist/grafana $(OUT)/$*/
 	rm $(OUT)/$*/Documentation/*.go
 	cd dist && cp -r --parents kubernetes/base kubernetes/chart $(abspath $(OUT))/$*/
@@ -255,12 +256,15 @@ bin/tools/sbom bin/tools/release: bin/tools/%: test/components/%/go.mod FORCE
 
 components-short: bin/tools/kube-apiserver bin/tools/cni # the part that make test needs
 
-components: components-short bin/tools/kubectl bin/tools/helm bin/tools/docker-network bin/tools/etcd-3.5 bin/tools/etcd-3.6 bin/tools/ec2-metadata-mock bin/tools/release bin/tools/sbom ## build the Kubernetes API server, Docker's network, older etcds, tools and CNI plugins for tests (takes minutes the first time)
+components: components-short bin/tools/kubectl bin/tools/helm bin/tools/docker-network bin/tools/etcd-3.5 bin/tools/etcd-3.6 bin/tools/ec2-metadata-mock bin/tools/release bin/tools/sbom bin/tools/packages ## build the Kubernetes API server, Docker's network, older etcds, tools and CNI plugins for tests (takes minutes the first time)
 
 # Plugins that support CNI 1.1, unlike those of Debian.
 bin/tools/cni: test/components/cni-plugins/go.mod test/components/cni-plugins/go.sum
+# nfpm makes packages, and go-md2man their manual pages.
+bin/tools/packages: test/components/packages/go.mod test/components/packages/go.sum
+bin/tools/cni bin/tools/packages:
 	@rm -rf $@.part && mkdir -p $@.part
-	$(GO_ENV) nice go build -C test/components/cni-plugins -o $(CURDIR)/$@.part/ tool
+	$(GO_ENV) nice go build -C $(<D) -o $(CURDIR)/$@.part/ tool
 	@rm -rf $@ && mv $@.part $@
 
 # AWS's imitation of the metadata service of EC2.

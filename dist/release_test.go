@@ -100,7 +100,7 @@ func makeRelease(t *testing.T, tree string, variables ...string) (dir, output st
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), "make", append([]string{"-s", "-C", tree, "release",
 		"VERSION=" + releaseVersion, "COMMIT=0123abc", fmt.Sprint("SOURCE_DATE_EPOCH=", releaseTime)}, variables...)...)
-	for _, v := range append(os.Environ(), "DEB_LEVEL=0") {
+	for _, v := range os.Environ() {
 		if !strings.HasPrefix(v, "MAKE") && !strings.HasPrefix(v, "MFLAGS") { // omit the variables of the make that runs this test
 			cmd.Env = append(cmd.Env, v)
 		}
@@ -207,7 +207,7 @@ func sums(t *testing.T, dir string) map[string]string {
 func artifacts() []string {
 	names := []string{"flannel-0.1.0.tgz", "flanneld-" + releaseVersion + "-linux.oci.tar"}
 	for _, arch := range architectures() {
-		for _, pattern := range []string{"flannel-%s-linux-%s.tar.gz", "flannel-%s-linux-%s.deb", "flannel-%s-linux-%s.cdx.json"} {
+		for _, pattern := range []string{"flannel-%s-linux-%s.tar.gz", "flannel-%s-linux-%s.deb", "flannel-%s-linux-%s.rpm", "flannel-%s-linux-%s.cdx.json"} {
 			names = append(names, fmt.Sprintf(pattern, releaseVersion, arch))
 		}
 		names = append(names, fmt.Sprintf("flanneld-%s-linux-%s.cdx.json", releaseVersion, arch))
@@ -571,7 +571,7 @@ func releaseVerification(t *testing.T, dir, public string) {
 	}
 	for _, change := range []string{
 		"release.pub", statementName, "flannel-0.1.0.tgz", "flanneld-" + releaseVersion + "-linux.oci.tar", "flanneld-" + releaseVersion + "-linux-arm.cdx.json",
-		"flannel-" + releaseVersion + "-linux-amd64.tar.gz", "flannel-" + releaseVersion + "-linux-arm.deb",
+		"flannel-" + releaseVersion + "-linux-amd64.tar.gz", "flannel-" + releaseVersion + "-linux-arm.deb", "flannel-" + releaseVersion + "-linux-amd64.rpm",
 	} {
 		if verify(change) == nil {
 			t.Errorf("the release is accepted with %s changed", change)

@@ -35,7 +35,8 @@ want iperf3 iperf3 # for the traffic of benchmarks
 want shellcheck shellcheck
 want promtool prometheus # with prometheus itself, which scrapes a daemon
 want systemd-analyze systemd
-want dpkg-deb dpkg # for the Debian package
+want dpkg-deb dpkg # for the packages, like rpm
+want rpm rpm
 want chromium chromium # for the status page
 want /usr/lib/cni/bridge containernetworking-plugins # called by the CNI plugin
 want iptables iptables # used by these plugins
