@@ -307,17 +307,17 @@ drwxr-xr-x root:root /usr/lib/flannel
 -rwxr-xr-x root:root /usr/libexec/cni/flannel
 -rw-r--r-- root:root /usr/share/bash-completion/completions/flannelctl
 drwxr-xr-x root:root /usr/share/doc/flanneld
--rw-r--r-- root:root /usr/share/doc/flanneld/changelog.gz
+-rw-r--r-- root:root /usr/share/doc/flanneld/changelog.gz d
 drwxr-xr-x root:root /usr/share/doc/flanneld/examples
--rw-r--r-- root:root /usr/share/doc/flanneld/examples/docker-flannel.conf
--rw-r--r-- root:root /usr/share/doc/flanneld/examples/flanneld-udp.conf
--rw-r--r-- root:root /usr/share/doc/flanneld/examples/flanneld-wireguard.conf
--rw-r--r-- root:root /usr/share/doc/flanneld/sbom.cdx.json
+-rw-r--r-- root:root /usr/share/doc/flanneld/examples/docker-flannel.conf d
+-rw-r--r-- root:root /usr/share/doc/flanneld/examples/flanneld-udp.conf d
+-rw-r--r-- root:root /usr/share/doc/flanneld/examples/flanneld-wireguard.conf d
+-rw-r--r-- root:root /usr/share/doc/flanneld/sbom.cdx.json d
 -rw-r--r-- root:root /usr/share/fish/vendor_completions.d/flannelctl.fish
 drwxr-xr-x root:root /usr/share/licenses/flanneld
 -rw-r--r-- root:root /usr/share/licenses/flanneld/LICENSE l
--rw-r--r-- root:root /usr/share/man/man1/flannelctl.1.gz
--rw-r--r-- root:root /usr/share/man/man8/flanneld.8.gz
+-rw-r--r-- root:root /usr/share/man/man1/flannelctl.1.gz d
+-rw-r--r-- root:root /usr/share/man/man8/flanneld.8.gz d
 -rw-r--r-- root:root /usr/share/zsh/site-functions/_flannelctl
 requires /bin/sh
 post preun postun`

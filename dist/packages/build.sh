@@ -40,6 +40,6 @@ case $VERSION in # a commit without a tag sorts before all releases
 *) VERSION=0~$VERSION ;;
 esac
 export ARCH VERSION
-for kind in deb rpm; do
-	"$tools/nfpm" package --config tree/dist/packages/nfpm.yaml --packager "$kind" --target "$name.$kind" >/dev/null
-done
+"$tools/nfpm" package --config tree/dist/packages/nfpm.yaml --packager rpm --target "$name.rpm" >/dev/null
+# nfpm packs files of this type only for RPM.
+sed 's/, type: doc//' tree/dist/packages/nfpm.yaml | "$tools/nfpm" package --config - --packager deb --target "$name.deb" >/dev/null
