@@ -100,6 +100,20 @@ func Examine(networks ...Facts) []Finding {
 	return findings
 }
 
+// Part is the part of a network that is not ready while CutOff has findings.
+const Part = "pods"
+
+// CutOff returns the reasons why the kernel does not carry packets of pods, although the objects of flanneld are in place.
+// It is for the daemon, which looks often, and also while it starts.
+func CutOff(h Facts) []Finding {
+	if len(h.Ways) == 0 { // there are no pods
+		return nil
+	}
+	return slices.DeleteFunc(slices.Concat(h.forwarding(), h.ways()), func(f Finding) bool {
+		return !f.Serious || f.Word == "route" // flanneld puts its routes back
+	})
+}
+
 // text returns the content of a file without surrounding spaces. ok is false if the file cannot be read.
 func (h Facts) text(name string) (text string, ok bool) {
 	b, err := fs.ReadFile(h.Files, name)
@@ -126,6 +140,9 @@ func (h Facts) backend() string {
 	}
 	return h.Report.Network.BackendType
 }
+
+// migrates reports whether the network changes to another backend. It has the devices and ports of both then.
+func (h Facts) migrates() bool { return h.Report != nil && h.Report.Network.NextBackendType != "" }
 
 // families returns the address families of the network, or IPv4 if no daemon answers.
 func (h Facts) families() []prefix.Family {
@@ -163,6 +180,9 @@ func (h Facts) daemon() []Finding {
 	}
 
 	for _, r := range h.Report.Reasons {
+		if strings.HasPrefix(r, Part+": ") {
+			continue // it is a finding of CutOff
+		}
 		found = append(found, serious("flanneld is not ready: "+r, "flannelctl status"))
 	}
 	if d := h.Report.Datastore; !d.Connected && !d.Since.IsZero() {
@@ -405,7 +425,7 @@ func (h Facts) udev() []Finding {
 // kernel's own vxlan socket. It causes no finding, because no process has it.
 func (h Facts) port() []Finding {
 	// Other backends that receive UDP do not become ready without their port, so a running daemon says it.
-	if h.backend() != "vxlan" && h.Before == nil {
+	if h.Before == nil && (h.backend() != "vxlan" || h.migrates()) {
 		return nil
 	}
 	for _, port := range h.ports() {

@@ -183,6 +183,10 @@ func TestDoctor(t *testing.T) {
 			h.Ways[0].Sent.Err = syscall.EINVAL
 			h.Refusals = []Refusal{{To: peer, Table: 52}, {To: peer, Table: 254}}
 		}, want: "the route of packets from pods drops them (blackhole)", fix: "ip route get 10.5.7.2 from 10.5.49.2 iif cni0", word: "route"},
+		{name: "migration to a backend with one route for all peers", report: func(r *status.Report) {
+			r.Network.NextBackendType, r.Network.Devices = "wireguard", []string{"flannel.1", "flannel-wg"}
+		}, facts: func(h *Facts) { h.Ways[0].Route = Route{Dev: "flannel-wg", Table: 254} }},
+		{name: "port of the next backend", report: func(r *status.Report) { r.Network.NextBackendType, r.Network.Ports = "wireguard", []int{8472, 4789} }, change: map[string]string{"proc/net/udp": udpSocket("12B5", "4242")}},
 		{name: "missing route", facts: func(h *Facts) {
 			h.Ways[0].Route = Route{Dev: "eth0", Via: netip.MustParseAddr("192.0.2.1"), Table: 254}
 		}, want: "the route of packets from pods leads to 192.0.2.1 dev eth0", fix: "ip route get", word: "route"},

@@ -106,6 +106,11 @@ func (h Facts) ways() []Finding {
 	for _, p := range h.Report.Peers {
 		for i, s := range p.Subnets {
 			routes := RoutesTo(p)
+			for _, dev := range h.Report.Network.Devices {
+				if len(routes) > 0 && h.migrates() { // the backend that carries the packets may have one route for all peers
+					routes = append(routes, Route{Dev: dev})
+				}
+			}
 			if len(routes) > 0 && i < len(p.PublicIPs) {
 				// Without flanneld's route, a packet to the host itself usually arrives as well.
 				routes = append(routes, Route{Via: p.PublicIPs[i]})
@@ -168,7 +173,11 @@ func (h Facts) wayFinding(w Way, expected []Route) (f Finding, wrong bool) {
 
 	// Before Linux 6.13 the filter has an error of its own, EXDEV. Later versions return EINVAL, as for a blackhole.
 	if r.Err != nil && w.Sent.Err == nil && h.strict(w.In) && (errors.Is(r.Err, syscall.EXDEV) || errors.Is(r.Err, syscall.EINVAL)) {
-		return cut("rp_filter", fmt.Sprintf("rp_filter is strict on %s, and the route back to %s leads elsewhere", w.In, whose[len("packets "):]),
+		origin := "the pods of this host"
+		if w.Back {
+			origin = "the pods of other hosts"
+		}
+		return cut("rp_filter", fmt.Sprintf("rp_filter is strict on %s, and the route back to %s leads elsewhere", w.In, origin),
 			fmt.Sprintf("sysctl -w net/ipv4/conf/all/rp_filter=2 net/ipv4/conf/%s/rp_filter=2 (and lines in /etc/sysctl.d)", w.In), w.Subnet), true
 	}
 	return cut("route", fmt.Sprintf("the route of %s %s", whose, r),
@@ -274,7 +283,7 @@ func (h Facts) bridges() []Finding {
 		switch {
 		case mtu > 0 && b.MTU > mtu:
 			found = append(found, cut("mtu",
-				fmt.Sprintf("%s has MTU %d, the network carries %d, because %s has %d: large packets are lost or slow", b.Name, b.MTU, mtu, external.Name, external.MTU),
+				fmt.Sprintf("%s has MTU %d, the network carries %d (%s has %d): large packets are lost or slow", b.Name, b.MTU, mtu, external.Name, external.MTU),
 				fmt.Sprintf("ip link set %s mtu %d, and restart the pods; or set the MTU of %s", b.Name, mtu, external.Name)))
 		case mtu > 0 && b.PortMTU > mtu:
 			found = append(found, cut("mtu",

@@ -152,6 +152,7 @@ func (n *Network) Run(ctx context.Context) error {
 	defer wg.Wait()
 	defer cancel()
 	wg.Go(func() { _ = n.state.Run(ctx) })
+	wg.Go(func() { n.watchPods(ctx) })
 	return n.startAndServe(ctx)
 }
 

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/doctor"
 	"github.com/flanneld/flanneld/pkg/health"
 	"github.com/flanneld/flanneld/pkg/options"
 )
@@ -19,6 +20,7 @@ const (
 	partRules      = "traffic rules"
 	partInterface  = "external interface"
 	partSubnet     = "subnet"
+	partPods       = doctor.Part
 )
 
 // interfaceGrace is the time without a usable external interface after which the daemon

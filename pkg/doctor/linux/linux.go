@@ -32,8 +32,9 @@ func Host(away error) doctor.Facts {
 	return doctor.Facts{Away: away, Files: os.DirFS("/"), Release: release()}
 }
 
-// Gather returns the facts about this host and one of its networks.
-func Gather(ctx context.Context, r status.Report) doctor.Facts {
+// Pods returns the facts that doctor.CutOff judges: those about the packets of pods of one network. Facts.Unread names
+// those that cannot be read.
+func Pods(r status.Report) doctor.Facts {
 	f := Host(nil)
 	f.Report = &r
 
@@ -56,16 +57,21 @@ func Gather(ctx context.Context, r status.Report) doctor.Facts {
 	if f.Policies, e = policies(); e != nil {
 		errs = append(errs, fmt.Errorf("read the policies of IPsec: %w", e))
 	}
+	f.Unread = oneline.Join(errs...)
+	return f
+}
+
+// Gather returns the facts about this host and one of its networks.
+func Gather(ctx context.Context, r status.Report) doctor.Facts {
+	f := Pods(r)
 	f.Docker = docker(ctx, r, f.Bridges)
 	packets := packets(r, f.Ways)
 	inIPTables, e := iptables.Blocks(ctx, packets)
 	inNFTables, e2 := nftables.Blocks(packets)
 	if e = oneline.Join(e, e2); e != nil {
-		errs = append(errs, fmt.Errorf("read the rules of other firewalls: %w", e))
+		f.Unread = oneline.Join(f.Unread, fmt.Errorf("read the rules of other firewalls: %w", e))
 	}
-
 	f.Blocks = slices.Concat(inIPTables, inNFTables)
-	f.Unread = oneline.Join(errs...)
 	return f
 }
 
