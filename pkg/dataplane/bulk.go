@@ -32,6 +32,8 @@ package dataplane
 
 import (
 	"context"
+	"maps"
+	"slices"
 )
 
 // bulkStart is the bulk start of one Reconciler.
@@ -105,7 +107,7 @@ func (b *bulkStart) makeLinks(ctx context.Context, want State) (puts int, fresh 
 		return 0, false
 	}
 	var ops []Op
-	for _, name := range sortedKeys(want.Links) {
+	for _, name := range slices.Sorted(maps.Keys(want.Links)) {
 		if _, exists := have.Links[name]; !exists {
 			ops = append(ops, Op{Object: want.Links[name]})
 		}

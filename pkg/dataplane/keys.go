@@ -81,9 +81,6 @@ func (s State) Only(k Keys) State {
 }
 
 func only[K comparable, V any](m map[K]V, keys map[K]struct{}) map[K]V {
-	if len(keys) == 0 {
-		return nil
-	}
 	part := make(map[K]V, len(keys))
 	for k := range keys {
 		if v, ok := m[k]; ok {

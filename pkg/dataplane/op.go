@@ -54,9 +54,9 @@ func (e OpError) Unwrap() error { return e.Err }
 // host or the broadcast address of a network. It returns false for any other failure, and
 // for a route through a nexthop object, because that object may be the cause.
 func (e OpError) refusal() (f Refusal, ok bool) {
-	route, ok := e.Op.Object.(Route)
+	route, _ := e.Op.Object.(Route) // any other object leaves the zero Route, which has no gateway
 	switch {
-	case !ok, e.Op.Delete, !route.Gateway.IsValid(), route.NexthopID != 0:
+	case e.Op.Delete, !route.Gateway.IsValid(), route.NexthopID != 0:
 	case errors.Is(e.Err, syscall.ENETUNREACH), errors.Is(e.Err, syscall.EHOSTUNREACH):
 		return Refusal{Route: route, Reason: fmt.Sprintf("gateway %s is not on a network of %s", route.Gateway, route.Dev)}, true
 	case errors.Is(e.Err, syscall.EINVAL):

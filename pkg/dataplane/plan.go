@@ -3,8 +3,8 @@
 package dataplane
 
 import (
-	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
@@ -61,7 +61,7 @@ func (p *planner) del(o Object) { p.deletes = append(p.deletes, Op{Delete: true,
 func (p *planner) isReplaced(dev string) bool { return slices.Contains(p.replaced, dev) }
 
 func (p *planner) links() {
-	for _, name := range sortedKeys(p.want.Links) {
+	for _, name := range slices.Sorted(maps.Keys(p.want.Links)) {
 		w := p.want.Links[name]
 		h, ok := p.have.Links[name]
 		if w.TxChecksum == OffloadAuto { // any setting is right; have contains the kernel's setting if Scope.TxChecksum is set
@@ -69,7 +69,7 @@ func (p *planner) links() {
 		}
 
 		switch {
-		case ok && h == w:
+		case h == w:
 			continue
 		case ok && !h.Compatible(w):
 			p.replaced = append(p.replaced, name)
@@ -127,7 +127,7 @@ type object interface {
 // dev returns the device of an object.
 func planMap[K comparable, V object](p *planner, have, want map[K]V, dev func(V) string) {
 	for k, w := range want {
-		if h, ok := have[k]; !ok || h != w || p.isReplaced(dev(w)) {
+		if have[k] != w || p.isReplaced(dev(w)) {
 			p.put(w)
 		}
 	}
@@ -161,14 +161,11 @@ func (p *planner) routes() {
 // refused. If i is 0, it also contains the routes that belong to no wanted route.
 func candidates(have, wanted []Route, i int) []Route {
 	if len(wanted) == 1 {
-		return have
+		return have // the usual case, without a copy
 	}
 	return slices.DeleteFunc(slices.Clone(have), func(h Route) bool {
-		belongsTo := slices.IndexFunc(wanted, h.same)
-		if belongsTo < 0 {
-			belongsTo = slices.IndexFunc(wanted, func(w Route) bool { return w.Priority == h.Priority && w.TOS == h.TOS })
-		}
-		return h.Protocol != protoKernel && belongsTo != i && (belongsTo >= 0 || i > 0)
+		belongsTo := slices.IndexFunc(wanted, func(w Route) bool { return w.Priority == h.Priority })
+		return h.Protocol != protoKernel && max(belongsTo, 0) != i
 	})
 }
 
@@ -177,7 +174,7 @@ func (p *planner) remaining(routes []Route) []Route {
 	if len(p.replaced) == 0 {
 		return routes
 	}
-	return slices.DeleteFunc(slices.Clone(routes), func(r Route) bool { return r.Dev != "" && p.isReplaced(r.Dev) })
+	return slices.DeleteFunc(slices.Clone(routes), func(r Route) bool { return p.isReplaced(r.Dev) })
 }
 
 // sweepRoutes deletes those of routes that belong to flanneld, if the plan sweeps. It
@@ -237,13 +234,4 @@ func (p *planner) owns(r Route) bool {
 	}
 	_, ok := p.recorded[r.canonical()]
 	return ok
-}
-
-func sortedKeys[K cmp.Ordered, V any](m map[K]V) []K {
-	keys := make([]K, 0, len(m))
-	for k := range m {
-		keys = append(keys, k)
-	}
-	slices.Sort(keys)
-	return keys
 }

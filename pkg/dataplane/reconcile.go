@@ -154,14 +154,14 @@ type Count struct {
 // kind of which none is wanted.
 func (r *Reconciler) Counts() map[string]Count {
 	counts := map[string]Count{}
-	for o := range r.want.all() {
+	r.want.each(func(o Object) {
 		c := counts[kind(o)]
 		c.Wanted++
 		if r.cache.has(o) {
 			c.Present++
 		}
 		counts[kind(o)] = c
-	}
+	})
 	return counts
 }
 
@@ -284,17 +284,14 @@ func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 // planGone returns the deletes that SweepAt has asked for and that are not in ops.
 func (r *Reconciler) planGone(ops []Op) []Op {
 	all := Plan(r.cache.Only(r.gone), r.want.Only(r.gone), r.cache.scope, r.recorded, true).Ops
-	return slices.DeleteFunc(all, func(op Op) bool { return !op.Delete || !r.gone.has(op.Object) || slices.Contains(ops, op) })
+	return slices.DeleteFunc(all, func(op Op) bool { return !r.gone.has(op.Object) || slices.Contains(ops, op) })
 }
 
 // reachable returns ops without the puts of the routes in r.unreachable, which the kernel
 // has refused because of their gateway.
 func (r *Reconciler) reachable(ops []Op) []Op {
 	return slices.DeleteFunc(ops, func(op Op) bool {
-		route, ok := op.Object.(Route)
-		if !ok || op.Delete {
-			return false
-		}
+		route, _ := op.Object.(Route)
 		_, known := r.unreachable[route.canonical()]
 		return known
 	})
@@ -372,9 +369,6 @@ type taken struct {
 // logTaken logs routes of other programs that are replaced: the first time at once, and
 // then at most once a minute if the other program keeps restoring them.
 func (r *Reconciler) logTaken(ctx context.Context, routes []Route) {
-	if len(routes) == 0 {
-		return
-	}
 	now := time.Now()
 	maps.DeleteFunc(r.logged, func(_ taken, at time.Time) bool { return now.Sub(at) >= takenLog })
 	for _, route := range routes {

@@ -5,6 +5,7 @@ package dataplane
 import (
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 )
 
@@ -16,7 +17,7 @@ func PlanRetire(ctx context.Context, k Kernel, former, present Scope) ([]Op, err
 	}
 	var links []Op
 	var deleted []string
-	for _, name := range sortedKeys(have.Links) {
+	for _, name := range slices.Sorted(maps.Keys(have.Links)) {
 		if l := have.Links[name]; l.ours() && !present.has(l) {
 			links = append(links, Op{Delete: true, Object: l})
 			deleted = append(deleted, name)

@@ -136,38 +136,22 @@ func (s State) usesDevices() bool {
 	return false
 }
 
-// all iterates over all objects of the state.
-func (s State) all() iter.Seq[Object] {
-	return func(yield func(Object) bool) {
-		for _, l := range s.Links {
-			if !yield(l) {
-				return
-			}
-		}
-
-		for a := range s.Addrs {
-			if !yield(a) {
-				return
-			}
-		}
-
-		for _, n := range s.Neighs {
-			if !yield(n) {
-				return
-			}
-		}
-
-		for _, f := range s.FDB {
-			if !yield(f) {
-				return
-			}
-		}
-
-		for r := range s.AllRoutes() {
-			if !yield(r) {
-				return
-			}
-		}
+// each calls f for all objects of the state.
+func (s State) each(f func(Object)) {
+	for _, l := range s.Links {
+		f(l)
+	}
+	for a := range s.Addrs {
+		f(a)
+	}
+	for _, n := range s.Neighs {
+		f(n)
+	}
+	for _, e := range s.FDB {
+		f(e)
+	}
+	for r := range s.AllRoutes() {
+		f(r)
 	}
 }
 
