@@ -12,6 +12,7 @@ import (
 func retireCases() []contractCase {
 	return []contractCase{
 		{"retire a device", retireDevice},
+		{"retire everything", retireAll},
 		{"retire devices in favour of direct routes", retireForDirect},
 		{"retire a network on devices that stay", retireNetwork},
 		{"retire direct routes", retireDirect},
@@ -83,6 +84,14 @@ func retireDevice(f *fixture) {
 	}
 }
 
+// retireAll checks that Retire deletes only the devices of a network that is not used any more, because
+// the objects on them go with them.
+func retireAll(f *fixture) {
+	f.reconcile(Peers(3), true)
+	f.retire(Scope(), dataplane.Scope{}, 2)
+	f.expect(dataplane.NewState())
+}
+
 func retireForDirect(f *fixture) {
 	f.reconcile(Peers(3), true)
 	want := dataplane.NewState()
@@ -152,8 +161,8 @@ func retireDirect(f *fixture) {
 }
 
 // retireNothing checks that Retire removes nothing in the scope of present. It must also
-// keep a device with the name of a former one that flanneld did not create. Covers must
-// tell such scopes apart.
+// keep a device with the name of a former one that flanneld did not create, but not the
+// addresses and neighbours of the former network on it. Covers must tell such scopes apart.
 func retireNothing(f *fixture) {
 	want := Peers(3)
 	f.reconcile(want, true)
@@ -161,7 +170,10 @@ func retireNothing(f *fixture) {
 	f.expect(want)
 	f.must(f.Append(dataplane.Link{Name: "flannel.7", Kind: "bridge", MTU: 1500, Up: true}))
 	former, _ := otherNetwork(0)
-	f.retire(former, Scope(), 0)
+	f.must(f.Append(
+		dataplane.Addr{Dev: "flannel.7", Prefix: prefix.Host(subnet4(9).Addr())},
+		dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: "flannel.7", IP: subnet4(10).Addr()}, MAC: dataplane.MAC{2, 9}}))
+	f.retire(former, Scope(), 2)
 	f.expect(want)
 
 	for _, tc := range []struct {
