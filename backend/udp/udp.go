@@ -19,6 +19,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/firewall"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/tunnel"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -68,6 +69,9 @@ func (*Backend) LeaseType() string { return "" }
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	return b.env.Claim("", prev), nil
 }
+
+// Usable implements backend.Checker.
+func (*Backend) Usable(context.Context) error { return tunnel.Usable() }
 
 // MTU implements backend.Sized. It also implements backend.Network.
 func (b *Backend) MTU() int { return mtu(b.env) }

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
-	"os"
 	"slices"
 	"syscall"
 	"time"
@@ -134,7 +133,7 @@ func currentInstant() discovery.Instant {
 // Usable implements backend.Checker.
 func (b *Backend) Usable(ctx context.Context) error {
 	if b.config.Implementation == implUserspace {
-		return nil
+		return checkAccess(tunDevice)
 	}
 	links, err := b.env.Links(ctx, b.Scope().Devices...)
 	if err != nil {
@@ -142,7 +141,7 @@ func (b *Backend) Usable(ctx context.Context) error {
 	}
 	err = b.kernelSupported(ctx, links)
 	if b.config.Implementation == implAuto && errors.Is(err, syscall.EOPNOTSUPP) {
-		return nil
+		return checkAccess(tunDevice)
 	}
 	return err
 }
@@ -188,11 +187,7 @@ func (n *network) removeKernelDevices(ctx context.Context, links map[string]data
 	}
 
 	// The devices carry traffic. Keep them if TUN devices cannot be created.
-	tun, err := os.OpenFile("/dev/net/tun", os.O_RDWR, 0)
-	if err != nil {
-		return fmt.Errorf("check whether TUN devices can be created: %w", err)
-	}
-	if err := tun.Close(); err != nil {
+	if err := checkAccess(tunDevice); err != nil {
 		return err
 	}
 

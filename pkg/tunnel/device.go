@@ -27,6 +27,15 @@ type Device struct {
 	tcp, udp bool
 }
 
+// Usable returns an error if this process cannot create TUN devices.
+func Usable() error {
+	f, err := os.OpenFile("/dev/net/tun", os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	return f.Close()
+}
+
 // OpenDevice creates a TUN device, or opens an existing persistent one. It must be called
 // on a thread in the network namespace of the device. It returns EBUSY, wrapped, if
 // another program has the device open, and EINVAL, wrapped, if the name belongs to a

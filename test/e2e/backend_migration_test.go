@@ -11,7 +11,6 @@ import (
 	"io"
 	"net"
 	"net/netip"
-	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -566,22 +565,39 @@ func TestBackendMigrationBystander(t *testing.T) {
 	tr.expectNoLoss(t)
 }
 
-// TestBackendMigrationDataLater migrates while a host cannot write its private key, and so cannot publish
-// data for the next backend. When the cause is gone, the host must publish the data without a restart. No
-// packet may be lost.
+// TestBackendMigrationDataLater migrates while a host lacks what the next backend needs, and so must not publish
+// data for it. When the cause is gone, the host must publish the data without a restart. No packet may be lost.
 //
 //stages:rest TestFlannelctlMigrate migrates hosts that have published their data
 func TestBackendMigrationDataLater(t *testing.T) {
 	t.Parallel()
+	for name, tt := range map[string]struct{ to, block, mend string }{
+		// A folder with the name of the file prevents writing the private key.
+		"the key cannot be written":        {userspace, "mkdir -p /var/lib/flannel/wgkey", "rmdir /var/lib/flannel/wgkey"},
+		"there are no TUN devices":         {userspace, "mount -t tmpfs none /dev/net", "umount /dev/net"},
+		"there are no TUN devices, as udp": {"udp", "mount -t tmpfs none /dev/net", "umount /dev/net"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			testDataLater(t, tt.to, tt.block, tt.mend)
+		})
+	}
+}
+
+// testDataLater migrates to a backend after host 2 has run the command block, and runs mend when the hosts wait for it.
+func testDataLater(t *testing.T, to, block, mend string) {
+	t.Helper()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig("vxlan"))
 	startAll(t, l, lab.FlanneldOptions{})
 	blocked := l.Host(2)
 	tr := startTraffic(t, l, 300)
-	key := blocked.Path("/var/lib/flannel/wgkey") // a folder with the name of the file prevents writing the private key
-	if err := os.MkdirAll(key, 0o700); err != nil {
-		t.Fatal(err)
+	run := func(command string) {
+		if out, err := blocked.Exec(testContext(t), "sh", "-c", command); err != nil {
+			t.Fatalf("%s: %v: %s", command, err, out)
+		}
 	}
-	migrate(t, l, "vxlan", userspace)
+	run(block)
+	migrate(t, l, "vxlan", to)
 	expectLog(t, blocked.Daemon(), "cannot publish data of the next backend")
 	nextTypes := func() (types []string) {
 		for _, one := range leases(t, l) {
@@ -591,17 +607,15 @@ func TestBackendMigrationDataLater(t *testing.T) {
 		return types
 	}
 	eventually(t, "one host publishes data for the next backend", func() error {
-		if got := nextTypes(); !slices.Equal(got, []string{"", "wireguard"}) {
+		if got := nextTypes(); !slices.Equal(got, []string{"", typeOf(to)}) {
 			return fmt.Errorf("the next types of the leases are %q", got)
 		}
 		return nil
 	})
-	if err := os.Remove(key); err != nil {
-		t.Fatal(err)
-	}
-	eventuallyMigrated(t, l, "wireguard")
-	if got := nextTypes(); !slices.Equal(got, []string{"wireguard", "wireguard"}) {
-		t.Errorf("the next types of the leases are %q, want wireguard for both", got)
+	run(mend)
+	eventuallyMigrated(t, l, typeOf(to))
+	if got := nextTypes(); !slices.Equal(got, []string{typeOf(to), typeOf(to)}) {
+		t.Errorf("the next types of the leases are %q, want %s for both", got, to)
 	}
 	tr.expectNoLoss(t)
 	if n := len(blocked.Daemons()); n != 1 {
