@@ -18,6 +18,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/kube"
@@ -341,6 +342,9 @@ func newDeleteCommand(h host, reservation bool, cmd *cobra.Command, done string)
 			if err == nil {
 				err = a.Revoke(cmd.Context(), key, reservation)
 			}
+			if err == nil && !reservation {
+				err = expectGone(cmd.Context(), a, key)
+			}
 			if err == nil {
 				_, err = fmt.Fprintln(cmd.OutOrStdout(), key, done)
 			}
@@ -351,13 +355,27 @@ func newDeleteCommand(h host, reservation bool, cmd *cobra.Command, done string)
 	return cmd
 }
 
+// expectGone returns an error if a lease that was deleted is back soon, because its host runs and has taken it again.
+func expectGone(ctx context.Context, a *etcd.Admin, key string) error {
+	if err := wait.For(ctx, time.Second); err != nil {
+		return err
+	}
+	entries, err := a.Entries(ctx, false)
+	if slices.ContainsFunc(entries, func(e etcd.Entry) bool { return e.Lease.Key == key }) {
+		return fmt.Errorf("%s was revoked, and its host has taken it again: stop flanneld there first", key)
+	}
+	return err
+}
+
 // find returns the key of the lease that name identifies. If name is a subnet, this is
-// the lease that has the subnet, and find returns an error if there is none. Otherwise
-// find takes name for a key and returns it unchecked.
+// the lease that has the subnet, and find returns an error if there is none. An address is
+// refused, because several hosts may have it. Otherwise find takes name for a key and returns
+// it unchecked.
 func find(ctx context.Context, a *etcd.Admin, name string) (string, error) {
-	p, err := netip.ParsePrefix(name)
-	if err != nil {
-		return name, nil //nolint:nilerr // a name that is not a subnet is a key
+	p, noSubnet := netip.ParsePrefix(name)
+	public, noAddress := netip.ParseAddr(name)
+	if noSubnet != nil && noAddress != nil {
+		return name, nil
 	}
 	entries, err := a.Entries(ctx, false)
 	if err != nil {
@@ -366,10 +384,13 @@ func find(ctx context.Context, a *etcd.Admin, name string) (string, error) {
 
 	for _, e := range entries {
 		for _, ep := range e.Lease.Endpoints {
-			if ep.Subnet == p {
+			switch {
+			case noSubnet == nil && ep.Subnet == p:
 				return e.Lease.Key, nil
+			case noAddress == nil && ep.PublicIP == public:
+				return "", fmt.Errorf("%s is an address: expected a subnet, such as %s of that host", name, ep.Subnet)
 			}
 		}
 	}
-	return "", fmt.Errorf("no lease has %s", p)
+	return "", fmt.Errorf("no lease has %s", name)
 }

@@ -163,6 +163,9 @@ func TestFlannelctlOnLeases(t *testing.T) {
 		return nil
 	})
 
+	expectFlannelctlFails(t, a, []string{"revoke", bIP}, bIP+" is an address: expected a subnet, such as "+reserved)
+	expectFlannelctlFails(t, a, []string{"revoke", reserved}, "its host has taken it again: stop flanneld there first")
+
 	// Revoking the lease of a dead host removes its routes from the other hosts.
 	b.Daemon().Kill()
 	expectFlannelctl(t, a, []string{"revoke", reserved}, "is revoked")
