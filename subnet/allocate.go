@@ -4,7 +4,6 @@ package subnet
 
 import (
 	"fmt"
-	"math/rand/v2"
 	"net/netip"
 	"slices"
 )
@@ -25,13 +24,13 @@ func (c Config) Pools() ([]Pool, error) {
 
 // Allocate returns a free subnet from each of the pools, in their order: the first of wanted
 // that is in the pool and overlaps none of taken, or else a random one. The error wraps
-// ErrNoSubnets and names the range. A nil rnd means the global source.
-func Allocate(pools []Pool, wanted, taken []netip.Prefix, rnd *rand.Rand) ([]netip.Prefix, error) {
+// ErrNoSubnets and names the range.
+func Allocate(pools []Pool, wanted, taken []netip.Prefix) ([]netip.Prefix, error) {
 	subnets := make([]netip.Prefix, 0, len(pools))
 	for _, p := range pools {
 		s, ok := p.Free(wanted, taken)
 		if !ok {
-			s, ok = p.Pick(taken, rnd)
+			s, ok = p.Pick(taken)
 		}
 		if !ok {
 			return nil, fmt.Errorf("%w: all %s from %s are taken", ErrNoSubnets, p.Size(), p)

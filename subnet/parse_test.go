@@ -257,7 +257,7 @@ func TestSpares(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		err = cfg.Spares(used, "this host", netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr(tc.addr))
+		err = cfg.Spares(used, "this host", netip.Addr{}, netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr(tc.addr))
 		if tc.want != "" {
 			checkInvalid(t, tc.config, err, tc.want)
 		} else if err != nil {
@@ -291,7 +291,7 @@ func FuzzParseConfig(f *testing.F) {
 			if err != nil {
 				continue
 			}
-			s, ok := pool.Pick(nil, nil)
+			s, ok := pool.Pick(nil)
 			if !ok || !pool.Contains(s) || !n.Prefix.Contains(s.Addr()) {
 				t.Errorf("%+v: picked %v, %v from %v", n, s, ok, pool)
 			}

@@ -115,7 +115,7 @@ func (p Pool) Size() *big.Int {
 // Contains reports whether s is one of the pool's subnets.
 func (p Pool) Contains(s netip.Prefix) bool {
 	return s.IsValid() && s == s.Masked() &&
-		s.Bits() == p.first.Bits() && s.Addr().BitLen() == p.first.Addr().BitLen() &&
+		s.Bits() == p.first.Bits() &&
 		!s.Addr().Less(p.first.Addr()) && !p.last.Addr().Less(s.Addr())
 }
 
@@ -131,14 +131,10 @@ const guesses = 4
 
 // Pick returns a random subnet that overlaps none of taken; ok is false if none is free. taken may
 // contain prefixes of any length and family, in any order. The time depends on the number of taken
-// prefixes, not on the size of the pool. A nil rnd means the global source.
-func (p Pool) Pick(taken []netip.Prefix, rnd *rand.Rand) (s netip.Prefix, ok bool) {
-	if !p.first.IsValid() {
-		return netip.Prefix{}, false
-	}
-
+// prefixes, not on the size of the pool.
+func (p Pool) Pick(taken []netip.Prefix) (s netip.Prefix, ok bool) {
 	for range guesses {
-		if s, ok := p.at(below(p.Size(), rnd)); ok && !slices.ContainsFunc(taken, s.Overlaps) {
+		if s, _ := p.at(below(p.Size())); !slices.ContainsFunc(taken, s.Overlaps) {
 			return s, true
 		}
 	}
@@ -153,7 +149,7 @@ func (p Pool) Pick(taken []netip.Prefix, rnd *rand.Rand) (s netip.Prefix, ok boo
 	}
 
 	// The n-th free subnet comes after all taken spans that start at or below it.
-	n := below(free, rnd)
+	n := below(free)
 	for _, t := range spans {
 		if n.Cmp(t.from) < 0 {
 			break
@@ -194,7 +190,7 @@ func (s span) size() *big.Int {
 func (p Pool) spans(taken []netip.Prefix) []span {
 	all := make([]span, 0, len(taken))
 	for _, t := range taken {
-		if !t.IsValid() || t.Addr().BitLen() != p.first.Addr().BitLen() {
+		if !t.IsValid() {
 			continue
 		}
 
@@ -235,16 +231,11 @@ func (p Pool) index(a netip.Addr) *big.Int {
 
 func (p Pool) hostBits() uint { return uint(p.first.Addr().BitLen() - p.first.Bits()) }
 
-// below returns a uniformly random number that is at least 0 and less than n. A nil rnd means the
-// global source.
-func below(n *big.Int, rnd *rand.Rand) *big.Int {
-	next := rand.Uint64
-	if rnd != nil {
-		next = rnd.Uint64
-	}
+// below returns a uniformly random number that is at least 0 and less than n.
+func below(n *big.Int) *big.Int {
 	for excess := uint(128 - n.BitLen()); ; {
-		r := new(big.Int).SetUint64(next())
-		r.Lsh(r, 64).Or(r, new(big.Int).SetUint64(next()))
+		r := new(big.Int).SetUint64(rand.Uint64())
+		r.Lsh(r, 64).Or(r, new(big.Int).SetUint64(rand.Uint64()))
 		if r.Rsh(r, excess); r.Cmp(n) < 0 {
 			return r
 		}

@@ -50,7 +50,7 @@ var errForbidden = errors.New("no permission to write the key of a free subnet")
 // allocate returns free subnets whose key this host may write. It returns errForbidden if there are
 // none, or subnet.ErrNoSubnets, wrapped, if no subnet is free.
 func (r *rights) allocate(pools []subnet.Pool, wanted, taken []netip.Prefix) ([]netip.Prefix, error) {
-	subnets, err := subnet.Allocate(pools, wanted, taken, nil)
+	subnets, err := subnet.Allocate(pools, wanted, taken)
 	if err != nil || r.permits(codec.FormatKey(subnets)) {
 		return subnets, err
 	}

@@ -197,7 +197,7 @@ func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, er
 		stale = append(stale, key)
 	}
 
-	subnets, err := subnet.Allocate(pools, wanted, taken, nil)
+	subnets, err := subnet.Allocate(pools, wanted, taken)
 	if err != nil {
 		return subnet.Lease{}, err
 	}
