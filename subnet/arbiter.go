@@ -71,16 +71,33 @@ func NewArbiter(cfg Config, own Claimant) *Arbiter {
 // SetOwn replaces this host's lease. It does not decide again about others.
 func (a *Arbiter) SetOwn(own Claimant) { a.own = own }
 
-// Reset replaces all claimants and decides about each of them.
+// Reset replaces all claimants and decides about each of them. Each step gets only what the step before
+// has not refused. So a lease that a step refuses takes nothing from others in a later one.
 func (a *Arbiter) Reset(all []Claimant) {
 	a.clear(all)
 
-	for _, c := range all {
-		if !a.admit(c) {
-			a.settle(all)
-			return
+	all = slices.SortedFunc(slices.Values(all), func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) })
+	addresses := new(prefixTable)
+	for i, c := range all {
+		all[i] = a.checkAlone(c)
+		for _, e := range all[i].Lease.Endpoints {
+			if _, known := addresses.get(prefix.Host(e.PublicIP)); !known {
+				addresses.add(prefix.Host(e.PublicIP), prefixOwner{lease: c.Lease, family: e.Family()})
+			}
 		}
 	}
+
+	subnets := a.settleSubnets(all, addresses)
+	for i, c := range all {
+		all[i] = a.keep(c, func(e Endpoint) (reason, by string) {
+			if o, found := subnets.find(prefix.Host(e.PublicIP)); found {
+				return fmt.Sprintf("%s has public IP %s, which lies in %s", e.Subnet, e.PublicIP, o), o.lease.Key
+			}
+			return "", ""
+		})
+	}
+
+	a.settleIdentities(slices.DeleteFunc(all, func(c Claimant) bool { return len(c.Lease.Endpoints) == 0 }))
 }
 
 // clear discards all decisions, and makes room for those about all.
@@ -212,35 +229,6 @@ func (a *Arbiter) admit(c Claimant) bool {
 
 	a.accept(c)
 	return true
-}
-
-// settle decides about leases of which some contradict each other. Each step gets only what the step
-// before has not refused. So a lease that a step refuses takes nothing from others in a later one.
-func (a *Arbiter) settle(all []Claimant) {
-	a.clear(all)
-
-	all = slices.SortedFunc(slices.Values(all), func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) })
-	addresses := new(prefixTable)
-	for i, c := range all {
-		all[i] = a.checkAlone(c)
-		for _, e := range all[i].Lease.Endpoints {
-			if _, known := addresses.get(prefix.Host(e.PublicIP)); !known {
-				addresses.add(prefix.Host(e.PublicIP), prefixOwner{lease: c.Lease, family: e.Family()})
-			}
-		}
-	}
-
-	subnets := a.settleSubnets(all, addresses)
-	for i, c := range all {
-		all[i] = a.keep(c, func(e Endpoint) (reason, by string) {
-			if o, found := subnets.find(prefix.Host(e.PublicIP)); found {
-				return fmt.Sprintf("%s has public IP %s, which lies in %s", e.Subnet, e.PublicIP, o), o.lease.Key
-			}
-			return "", ""
-		})
-	}
-
-	a.settleIdentities(slices.DeleteFunc(all, func(c Claimant) bool { return len(c.Lease.Endpoints) == 0 }))
 }
 
 // settleSubnets refuses the subnets that overlap one of an older lease, and those that contain one of

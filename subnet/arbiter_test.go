@@ -197,6 +197,30 @@ func TestArbitrate(t *testing.T) {
 			},
 		},
 		{
+			name: "without SubnetMin and SubnetMax any subnet may be assigned, even the first one", config: v4, own: own,
+			leases:  []subnet.Lease{lease("old", 1, "10.5.2.0/24", "10.5.0.7"), lease("young", 9, "10.5.0.0/24", "192.0.2.9")},
+			want:    []string{"young"},
+			refused: []subnet.Refusal{{"old", "10.5.2.0/24 has public IP 10.5.0.7, which lies in 10.5.0.0/24 of young"}},
+		},
+		{
+			name: "below SubnetMin no subnet may be assigned", config: `{"Network":"10.5.0.0/16","SubnetMin":"10.5.1.0"}`, own: own,
+			leases:  []subnet.Lease{lease("old", 1, "10.5.2.0/24", "10.5.0.7"), lease("young", 9, "10.5.0.0/24", "192.0.2.9")},
+			want:    []string{"old"},
+			refused: []subnet.Refusal{{"young", "10.5.0.0/24 contains the public IP of 10.5.2.0/24 of old"}},
+		},
+		{
+			name: "above SubnetMax no subnet may be assigned", config: `{"Network":"10.5.0.0/16","SubnetMax":"10.5.9.0"}`, own: own,
+			leases:  []subnet.Lease{lease("old", 1, "10.5.2.0/24", "10.5.10.7"), lease("young", 9, "10.5.10.0/24", "192.0.2.9")},
+			want:    []string{"old"},
+			refused: []subnet.Refusal{{"young", "10.5.10.0/24 contains the public IP of 10.5.2.0/24 of old"}},
+		},
+		{
+			name: "a network that cannot be divided: any subnet may be assigned", config: `{"Network":"10.5.0.0/16","SubnetMin":"10.5.1.7"}`, own: own,
+			leases:  []subnet.Lease{lease("old", 1, "10.5.2.0/24", "10.5.9.7"), lease("young", 9, "10.5.9.0/24", "192.0.2.9")},
+			want:    []string{"young"},
+			refused: []subnet.Refusal{{"old", "10.5.2.0/24 has public IP 10.5.9.7, which lies in 10.5.9.0/24 of young"}},
+		},
+		{
 			name: "two leases that name addresses in each other's subnets", config: v4, own: own,
 			leases: []subnet.Lease{lease("a", 1, "10.5.2.0/24", "10.5.3.9"), lease("b", 2, "10.5.3.0/24", "10.5.2.9"), good},
 			want:   []string{},
@@ -335,6 +359,11 @@ func TestIdentityBelongsToTheFirstClaim(t *testing.T) {
 			refused: []subnet.Refusal{{"second", "its own key is that of this node"}},
 		},
 		{
+			name:    "in this host's lease",
+			all:     []subnet.Claimant{claimant("second", 1, 1, 2, "own key")},
+			refused: []subnet.Refusal{{"second", "its own key is that of this node"}},
+		},
+		{
 			name: "a lease whose subnet is refused has no identity", want: []string{"first", "other"},
 			all: []subnet.Claimant{
 				claimant("first", 1, 1, 2, "MAC 1"), claimant("twin", 2, 2, 2, "MAC 7"), claimant("other", 3, 3, 3, "MAC 7"),
@@ -359,6 +388,38 @@ func TestIdentityBelongsToTheFirstClaim(t *testing.T) {
 				t.Errorf("refused differ (-want +got):\n%s", diff)
 			}
 		})
+	}
+}
+
+// TestChangeAlone expects that a change of a lease that contradicts no other one needs no decision about
+// all leases, although others are refused.
+func TestChangeAlone(t *testing.T) {
+	cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	own := lease("own", 1, "10.5.1.0/24", "192.0.2.1")
+	claim := func(key string, endpoint ...string) subnet.Claimant {
+		l := lease(key, 5, endpoint...)
+		return subnet.Claimant{Lease: &l}
+	}
+	a := subnet.NewArbiter(cfg, subnet.Claimant{Lease: &own})
+	a.Reset([]subnet.Claimant{
+		claim("first", "10.5.2.0/24", "192.0.2.2"), claim("second", "10.5.2.0/24", "192.0.2.3"),
+		claim("wide", "10.5.0.0/20", "192.0.2.4"), claim("apart", "10.5.9.0/24", "192.0.2.9"),
+	})
+	for _, c := range []struct {
+		what string
+		subnet.Claimant
+	}{
+		{"it has another address, and one that contradicts this host's lease contains it", claim("apart", "10.5.9.0/24", "192.0.2.10")},
+		{"it is gone", claim("apart")},
+		{"a refused one is gone", claim("second")},
+		{"the other one changes after that", claim("first", "10.5.2.0/24", "192.0.2.5")},
+	} {
+		if !a.Change(c.Claimant) {
+			t.Errorf("%s: it needs a decision about all leases", c.what)
+		}
 	}
 }
 

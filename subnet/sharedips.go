@@ -53,9 +53,8 @@ func (s *sharedPublicIPs) remove(a netip.Addr, l *Lease) (oldest *Lease) {
 	if all == nil {
 		return nil
 	}
-	if i, found := slices.BinarySearchFunc(all, l, compareAge); found {
-		all = slices.Delete(all, i, i+1)
-	}
+	i, _ := slices.BinarySearchFunc(all, l, compareAge)
+	all = slices.Delete(all, i, i+1)
 	if s.leases[a] = all; len(all) == 1 {
 		delete(s.leases, a)
 		s.changed[a] = struct{}{}
@@ -68,7 +67,7 @@ func (s *sharedPublicIPs) all() []SharedPublicIP {
 	for a, leases := range s.leases {
 		all = append(all, SharedPublicIP{a, keysOf(leases)})
 	}
-	slices.SortFunc(all, compareShared)
+	slices.SortFunc(all, func(x, y SharedPublicIP) int { return x.PublicIP.Compare(y.PublicIP) })
 	return all
 }
 
@@ -80,9 +79,7 @@ func keysOf(leases []*Lease) []string {
 	return keys
 }
 
-func compareShared(x, y SharedPublicIP) int { return x.PublicIP.Compare(y.PublicIP) }
-
-// changes returns the changes since the last call, sorted by address.
+// changes returns the changes since the last call.
 func (s *sharedPublicIPs) changes() []SharedPublicIP {
 	var all []SharedPublicIP
 	for a := range s.changed {
@@ -100,6 +97,5 @@ func (s *sharedPublicIPs) changes() []SharedPublicIP {
 	}
 
 	clear(s.changed)
-	slices.SortFunc(all, compareShared)
 	return all
 }
