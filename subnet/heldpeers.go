@@ -65,9 +65,7 @@ func (h *heldPeers) add(l *Lease, until time.Time) {
 	}
 
 	for _, e := range l.Endpoints {
-		if e.Subnet.IsValid() {
-			h.bySubnet.Modify(e.Subnet, func(keys []string, _ bool) ([]string, bool) { return with(keys, l.Key), false })
-		}
+		h.bySubnet.Modify(e.Subnet, func(keys []string, _ bool) ([]string, bool) { return with(keys, l.Key), false })
 		h.byPublicIP[e.PublicIP] = with(h.byPublicIP[e.PublicIP], l.Key)
 	}
 }
@@ -84,12 +82,10 @@ func (h *heldPeers) remove(l *Lease) {
 
 	delete(h.until, l.Key)
 	for _, e := range l.Endpoints {
-		if e.Subnet.IsValid() {
-			h.bySubnet.Modify(e.Subnet, func(keys []string, _ bool) ([]string, bool) {
-				keys = without(keys, l.Key)
-				return keys, len(keys) == 0
-			})
-		}
+		h.bySubnet.Modify(e.Subnet, func(keys []string, _ bool) ([]string, bool) {
+			keys = without(keys, l.Key)
+			return keys, len(keys) == 0
+		})
 		if keys := without(h.byPublicIP[e.PublicIP], l.Key); len(keys) > 0 {
 			h.byPublicIP[e.PublicIP] = keys
 		} else {
@@ -137,13 +133,11 @@ func (h *heldPeers) contradictedBy(u Update) []string {
 		}
 
 		for _, e := range lease.Endpoints {
-			if e.Subnet.IsValid() {
-				for _, keys := range h.bySubnet.Supernets(e.Subnet) {
-					found = append(found, keys...)
-				}
-				for _, keys := range h.bySubnet.Subnets(e.Subnet) {
-					found = append(found, keys...)
-				}
+			for _, keys := range h.bySubnet.Supernets(e.Subnet) {
+				found = append(found, keys...)
+			}
+			for _, keys := range h.bySubnet.Subnets(e.Subnet) {
+				found = append(found, keys...)
 			}
 			if isSpecified(e.PublicIP) && h.locations[locationOf(e)] == 0 {
 				found = append(found, h.byPublicIP[e.PublicIP]...)

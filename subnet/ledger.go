@@ -41,11 +41,7 @@ type LedgerState struct {
 // Restore replaces the content of the ledger by state. The caller must not change state
 // afterwards.
 func (l *Ledger) Restore(state LedgerState, now time.Time) {
-	l.store = state.Store
-	l.synced = false
-	l.held = heldPeers{}
-	l.unreadable = nil
-	l.peers = make(map[string]knownLease, len(state.Peers))
+	*l = Ledger{store: state.Store, peers: make(map[string]knownLease, len(state.Peers))}
 	for i := range state.Peers {
 		p := &state.Peers[i]
 		l.peers[p.Lease.Key] = knownLease{&p.Lease, now}
@@ -136,7 +132,6 @@ func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 	}
 
 	l.store = u.Store
-	l.held.shorten(now)
 	dropped = l.held.contradictedBy(u)
 	for _, key := range dropped {
 		l.remove(key)
@@ -263,9 +258,7 @@ func contradictions(leases []*Lease, peers map[string]knownLease) func(*Lease) b
 	moved := map[location]struct{}{}
 	for _, lease := range leases {
 		for _, e := range lease.Endpoints {
-			if e.Subnet.IsValid() {
-				subnets.add(e.Subnet, prefixOwner{})
-			}
+			subnets.add(e.Subnet, prefixOwner{})
 			if before[locationOf(e)] == 0 && isSpecified(e.PublicIP) {
 				moved[location{public: e.PublicIP}] = struct{}{}
 			}

@@ -33,6 +33,11 @@ func snapshot(store string, revision int64, leases ...subnet.Lease) subnet.Snaps
 	return subnet.Snapshot{Leases: subnettest.Pointers(leases...), Store: subnet.StoreID{ID: store, Revision: revision}}
 }
 
+func another(s subnet.Snapshot) subnet.Snapshot {
+	s.Another = true
+	return s
+}
+
 func undecodable(s subnet.Snapshot, keys ...string) subnet.Snapshot {
 	s.Undecodable = keys
 	return s
@@ -72,6 +77,7 @@ func TestLedger(t *testing.T) {
 			{0, snapshot("t", 99, c), []string{"a", "b", "c"}, []string{"a", "b"}},
 			{0, snapshot("s", 100, a, b), []string{"a", "b", "c"}, []string{"c"}},
 		}},
+		{"other store with the same ID and a later revision: held", []step{all, {0, another(snapshot("s", 11, a)), []string{"a", "b"}, []string{"b"}}}},
 		{"held until another key takes the subnet", []step{
 			all,
 			{0, snapshot("t", 1), []string{"a", "b"}, []string{"a", "b"}},
@@ -292,11 +298,14 @@ func TestLedgerFollows(t *testing.T) {
 		rnd := rand.New(rand.NewPCG(seed, 11))
 		byChange, bySnapshot := new(subnet.Ledger), new(subnet.Ledger)
 		now, store := time.Unix(1700000000, 0), subnet.StoreID{ID: "s"}
-		all, broken := map[string]*subnet.Lease{}, map[string]bool{}
+		all, broken, former := map[string]*subnet.Lease{}, map[string]bool{}, map[string]*subnet.Lease{}
 		for step := range 60 {
 			now = now.Add(time.Duration(rnd.IntN(3)) * time.Hour)
 			if rnd.IntN(40) == 0 {
 				now = now.Add(-30 * time.Hour)
+			}
+			if rnd.IntN(40) == 0 {
+				now = now.Add(30 * time.Hour)
 			}
 			store.Revision++
 			u := subnet.Update{Changed: map[string]*subnet.Lease{}}
@@ -307,7 +316,7 @@ func TestLedgerFollows(t *testing.T) {
 				}
 				delete(u.Changed, key)
 				switch _, have := all[key]; {
-				case (have || broken[key]) && rnd.IntN(3) == 0:
+				case (have || broken[key] || rnd.IntN(4) == 0) && rnd.IntN(3) == 0: // the store may never have had it
 					delete(all, key)
 					delete(broken, key)
 					u.Changed[key] = nil
@@ -315,9 +324,14 @@ func TestLedgerFollows(t *testing.T) {
 					delete(all, key)
 					broken[key] = true
 					u.Undecodable = append(u.Undecodable, key)
+				case former[key] != nil && rnd.IntN(3) == 0: // its host writes the same lease again
+					all[key] = former[key]
+					delete(broken, key)
+					u.Changed[key] = former[key]
 				default:
 					l := randomLease(rnd, key, step)
 					all[key] = &l
+					former[key] = &l
 					delete(broken, key)
 					u.Changed[key] = &l
 				}
@@ -330,7 +344,11 @@ func TestLedgerFollows(t *testing.T) {
 			}
 			u.Store = store
 			s := subnet.Snapshot{Store: store, Leases: slices.Collect(maps.Values(all)), Undecodable: slices.Collect(maps.Keys(broken))}
-			byChange.Expire(now)
+			bySnapshot.Expire(now)
+			n := byChange.Len()
+			if expired := byChange.Expire(now); expired != (byChange.Len() < n) {
+				t.Fatalf("seed %d step %d: Expire returns %v, and %d of %d peers are left", seed, step, expired, byChange.Len(), n)
+			}
 			before := byChange.State()
 			held := byChange.NumHeld()
 			if dropped, ok := byChange.Follow(u, now); ok {
@@ -354,6 +372,37 @@ func TestLedgerFollows(t *testing.T) {
 	}
 	if followed < 200*60/2 || whileHeld < 200*60/10 || contradicted < 200 {
 		t.Errorf("%d changes were followed, %d of them while peers were held, which dropped %d: not enough to prove anything", followed, whileHeld, contradicted)
+	}
+}
+
+// TestLedgerNeedsTheSnapshot expects that the ledger does not follow changes without the state to which
+// they belong.
+func TestLedgerNeedsTheSnapshot(t *testing.T) {
+	a := lease("a", 1, "10.5.1.0/24", "192.0.2.1")
+	gone := map[string]*subnet.Lease{"a": nil}
+	now := time.Unix(1700000000, 0)
+	for _, tc := range []struct {
+		name     string
+		restored bool
+		u        subnet.Update
+		want     bool
+	}{
+		{"a later revision", false, subnet.Update{Store: subnet.StoreID{ID: "s", Revision: 11}, Changed: gone}, true},
+		{"the same revision", false, subnet.Update{Store: subnet.StoreID{ID: "s", Revision: 10}, Changed: gone}, true},
+		{"an earlier revision", false, subnet.Update{Store: subnet.StoreID{ID: "s", Revision: 9}, Changed: gone}, false},
+		{"another store", false, subnet.Update{Store: subnet.StoreID{ID: "t", Revision: 11}, Changed: gone}, false},
+		{"unknown changes", false, subnet.Update{Store: subnet.StoreID{ID: "s", Revision: 11}}, false},
+		{"no snapshot since the start", true, subnet.Update{Store: subnet.StoreID{ID: "s", Revision: 11}, Changed: gone}, false},
+	} {
+		ledger := new(subnet.Ledger)
+		ledger.Apply(snapshot("s", 10, a), now)
+		if tc.restored {
+			ledger = reload(t, ledger)
+		}
+		_, ok := ledger.Follow(tc.u, now)
+		if ok != tc.want || (ledger.Lease("a") == nil) != tc.want {
+			t.Errorf("%s: followed %v, want %v; the lease is %v", tc.name, ok, tc.want, ledger.Lease("a"))
+		}
 	}
 }
 
