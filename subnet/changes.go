@@ -103,7 +103,7 @@ type backendKey struct {
 }
 
 // backendKeys returns the keys and values of a JSON object, by key in lower case, because keys
-// are compared without regard to case. A null value counts as an absent key.
+// are compared without regard to case. The value of an absent key is null as well.
 func backendKeys(raw json.RawMessage) map[string]backendKey {
 	keys := map[string]backendKey{}
 	for _, m := range members(raw) {
@@ -111,9 +111,7 @@ func backendKeys(raw json.RawMessage) map[string]backendKey {
 		d := json.NewDecoder(bytes.NewReader(m.value))
 		d.UseNumber()
 		_ = d.Decode(&value) // cannot fail, because members has decoded it
-		if value != nil {
-			keys[strings.ToLower(m.key)] = backendKey{m.key, value}
-		}
+		keys[strings.ToLower(m.key)] = backendKey{m.key, value}
 	}
 	return keys
 }

@@ -55,6 +55,10 @@ func TestWayOutOfAMigration(t *testing.T) {
 		{"the network changes meanwhile", withdrawn, parse(other + edited[len(before)-1:]), func() Config { c := parse(other + edited[len(before)-1:]); c.Stage = Withdrawn; return c }()},
 		{"it is edited and then aborted", withdrawn, parse(before), parse(before)},
 		{"it is edited and then finished", withdrawn, parse(network + `{"Type":"udp","Port":8477}}`), func() Config { c := parse(edited); c.Stage = Finished; return c }()},
+		{"it is edited again, with another network", withdrawn, parse(other + during[len(before)-1:]), func() Config { c := parse(other + during[len(before)-1:]); c.Stage = Withdrawn; return c }()},
+		{"it is edited, and then the present backend changes", withdrawn, parse(network + `{"Type":"host-gw"},"NextBackend":{"Type":"ipip"}}`), parse(network + `{"Type":"host-gw"},"NextBackend":{"Type":"ipip"}}`)},
+		{"it is finished, and the next one starts at once", parse(during), parse(after[:len(after)-1] + `,"NextBackend":{"Type":"ipip"}}`), parse(after[:len(after)-1] + `,"NextBackend":{"Type":"ipip"}}`)},
+		{"a third backend that has no keys either", parse(network + `{"Type":"vxlan"},"NextBackend":{"Type":"host-gw"}}`), parse(network + `{"Type":"ipip"}}`), parse(network + `{"Type":"ipip"}}`)},
 	} {
 		if got := tt.used.Toward(tt.stored); len(Changes(got, tt.want)) > 0 || got.Stage != tt.want.Stage {
 			t.Errorf("%s: %+v, want %+v", tt.name, got, tt.want)
@@ -68,6 +72,9 @@ func TestWayOutOfAMigration(t *testing.T) {
 	leaving := staged(Finished).Step()
 	if leaving.Stage != Leaving || !leaving.Migrates() {
 		t.Errorf("the first step leads to %+v", leaving)
+	}
+	if len(Changes(staged(Finished), leaving)) == 0 {
+		t.Error("the step is no change")
 	}
 	if alone := leaving.Step(); len(Changes(alone, parse(after))) > 0 || len(Changes(alone, staged(Finished).Goal())) > 0 {
 		t.Errorf("the second step leads to %+v", alone)

@@ -96,6 +96,10 @@ func TestLedger(t *testing.T) {
 			{0, snapshot("t", 1, lease("twin", 2, "10.5.9.0/24", "192.0.2.1")), []string{"a", "twin"}, []string{"a"}},
 			{0, snapshot("t", 2, lease("twin", 2, "10.5.8.0/24", "192.0.2.1")), []string{"twin"}, nil},
 		}},
+		{"held beside another lease without a public IP", []step{
+			{0, snapshot("s", 10, lease("b", 2, "10.5.2.0/24", ""), lease("c", 3, "10.5.3.0/24", "0.0.0.0")), []string{"b", "c"}, nil},
+			{0, snapshot("t", 1, lease("x", 4, "10.5.4.0/24", ""), lease("y", 5, "10.5.5.0/24", "0.0.0.0")), []string{"b", "c", "x", "y"}, []string{"b", "c"}},
+		}},
 		{"the same key with other content is current, not held", []step{
 			all,
 			{0, snapshot("t", 2, lease("a", 1, "10.5.1.0/24", "192.0.2.9"), b), []string{"a", "b"}, nil},

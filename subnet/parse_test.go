@@ -102,6 +102,11 @@ func TestParseConfig(t *testing.T) {
 			want: subnet.Config{Networks: v6, BackendType: "udp"},
 		},
 		{
+			name: "a next backend that is null is none",
+			raw:  `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"},"NextBackend":null}`,
+			want: subnet.Config{Networks: v4, BackendType: "vxlan", Backend: json.RawMessage(`{"Type":"vxlan"}`)},
+		},
+		{
 			name: "IPv6 alone in k3s",
 			raw:  `{"Network":"0.0.0.0/0","EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`,
 			want: subnet.Config{Networks: v6, BackendType: "udp"},
@@ -155,10 +160,12 @@ func TestParseConfigRefuses(t *testing.T) {
 		{`{"EnableIPv6":true,"IPv6Network":"fd00::/48"}`,
 			"please define a correct Network parameter, or set EnableIPv4 to false for IPv6 alone"},
 		{`{"Network":"10.5.0.0/16","EnableIPv6":true}`, "please define a correct IPv6Network parameter"},
+		{`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"::/0"}`, "please define a correct IPv6Network parameter"},
 		{`{"EnableIPv4":false,"Network":"10.5.0.0/16"}`, "no address family is enabled"},
 		{`{"Network":"fd00::/48"}`, `Network: invalid IPv4 CIDR format: "fd00::/48"`},
 		{`{"Network":""}`, `Network: invalid IPv4 CIDR format: ""`},
 		{`{"Network":"10.5.0.0/16","NonMasqueradeCIDRs":["192.168.0.0"]}`, `NonMasqueradeCIDRs: "192.168.0.0" is not a CIDR (want for example "10.5.0.0/16")`},
+		{`{"Network":"10.5.0.0/16","NonMasqueradeCIDRs":["::ffff:192.168.0.0/112"]}`, `NonMasqueradeCIDRs: "::ffff:192.168.0.0/112" is not a CIDR`},
 		{`{"Network":"10.5.0.0/16","NonMasqueradeCIDRs":"192.168.0.0/16"}`, `NonMasqueradeCIDRs: want a list of strings, have string`},
 		{`{"Network":"10.5.0.0"}`, `Network: invalid IPv4 CIDR format: "10.5.0.0" (want for example "10.5.0.0/16")`},
 		{`{"Network":null}`, "Network: want a string, have null"},
@@ -170,8 +177,10 @@ func TestParseConfigRefuses(t *testing.T) {
 		{`{"Network":"10.5.0.0/16","SubnetLen":-1}`, "SubnetLen: want a whole number from 0 to 65535, have number -1"},
 		{`{"Network":"10.5.0.0/16","EnableIPv6":"true"}`, "EnableIPv6: want true or false, have string"},
 		{`{"Network":"10.5.0.0/16","IPv6Network":"10.6.0.0/16"}`, `IPv6Network: invalid IPv6 CIDR format: "10.6.0.0/16"`},
+		{`{"Network":"10.5.0.0/16","IPv6Network":"fd00"}`, `IPv6Network: invalid IPv6 CIDR format: "fd00"`},
 		{`{"Network":"10.5.0.0/16","IPv6Network":"::ffff:10.6.0.0/112"}`, "IPv6Network: invalid IPv6 CIDR format"},
 		{`{"Network":"10.5.0.0/16","IPv6SubnetMin":"10.6.0.0"}`, `IPv6SubnetMin: "10.6.0.0" is not an IPv6 address`},
+		{`{"Network":"10.5.0.0/16","IPv6SubnetMin":"fd00"}`, `IPv6SubnetMin: "fd00" is not an IPv6 address`},
 		{`{"Network":"10.5.0.0/16","IPv6SubnetMax":"fe80::1%eth0"}`, "is not an IPv6 address"},
 		{`{"Network":"127.5.0.0/16"}`, `Network: 127.5.0.0/16 is loopback and reaches no other host: want another range, for example "10.5.0.0/16"`},
 		{`{"Network":"169.254.0.0/16"}`, "Network: 169.254.0.0/16 is link-local"},
@@ -180,6 +189,8 @@ func TestParseConfigRefuses(t *testing.T) {
 		{`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"ff05::/48"}`, "IPv6Network: ff05::/48 is multicast"},
 		{`{"Network":"10.5.0.0/16","Backend":"vxlan"}`, "Backend: want a JSON object, have a JSON string"},
 		{`{"Network":"10.5.0.0/16","Backend":{"Type":1}}`, "Backend: Type: want a string, have number"},
+		{`{"Network":"10.5.0.0/16","NextBackend":{"Type":1}}`, "NextBackend: Type: want a string, have number"},
+		{`{"Network":"10.5.0.0/16","NextBackend":{}}`, "NextBackend has no Type"},
 		{`{"Network":"` + strings.Repeat("x", 1<<20) + `"}`, "Network: invalid IPv4 CIDR format"},
 	} {
 		_, err := subnet.ParseConfig([]byte(tc.raw))
@@ -245,6 +256,7 @@ func TestSpares(t *testing.T) {
 		{`{"Network":"10.5.0.0/16","SubnetLen":30}`, "", "10.5.255.255", "10.5.255.255"},
 		{`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"2001:db8::/32"}`, "", "2001:db8:1::1", "IPv6Network: a host could get the subnet with 2001:db8:1::1, an address of this host: leave it out by IPv6SubnetMin and IPv6SubnetMax"},
 		{`{"Network":"10.5.0.0/16"}`, "", "fd00::1", ""},
+		{`{"Network":"10.5.0.0/16","SubnetMin":"10.5.1.7"}`, "", "10.99.0.11", "SubnetMin is not on a SubnetLen boundary"},
 	} {
 		var used subnet.Config
 		var err error
