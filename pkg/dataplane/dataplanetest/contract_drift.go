@@ -157,6 +157,26 @@ func duplicateCases() []contractCase {
 		{"an IPv6 route without a gateway, and an unreachable one behind it", unreachableBehind},
 		{"an adopted IPv6 route through a nexthop object, and a duplicate", adoptedDuplicate},
 		{"a duplicate that differs only by its nexthop object", nexthopDuplicate},
+		{"a route changed in place is replaced without a gap", changedInPlace},
+	}
+}
+
+// changedInPlace checks that the Reconciler deletes nothing when another program has changed the attributes
+// of a route: the kernel announces the new route, but not that the old one is gone.
+func changedInPlace(f *fixture) {
+	want := state(Base(), Peer(3, 0)...)
+	f.reconcile(want, true)
+	for _, r := range peer[dataplane.Route](3, 0) {
+		r.MTU = 1300
+		f.must(f.Change(r))
+	}
+	f.spy.Take()
+	f.repair(want)
+	f.expect(want)
+	for _, op := range f.spy.Take() {
+		if op.Delete {
+			f.Errorf("%s, want only puts", op)
+		}
 	}
 }
 

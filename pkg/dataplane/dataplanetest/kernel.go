@@ -33,9 +33,9 @@ type Kernel struct {
 	nexthopsGone []uint32
 }
 
-// monitor announces the differences between the state at the last Drain and the present
-// state. The real kernel also announces every step in between, with the same effect on a
-// cache.
+// monitor announces what other programs have changed since the last Drain, but not the steps in between. The
+// real kernel announces every step, with the same effect on a cache, and some of the caller's own writes.
+// Without them, a cache must be right by what it knows about its own writes.
 type monitor struct {
 	kernel  *Kernel
 	scope   dataplane.Scope
@@ -45,6 +45,8 @@ type monitor struct {
 	silent  int
 	gone    int // number of deleted nexthop objects
 	muted   bool
+	events  []dataplane.Event // since the last Drain
+	lost    bool
 }
 
 // device is a link, with the objects that the kernel deletes together with it. Its routes
@@ -85,10 +87,15 @@ func (k *Kernel) newDevice(l dataplane.Link) *device {
 func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	state := dataplane.NewState()
 	if err := ctx.Err(); err != nil {
-		return state, err
+		return dataplane.NewState(), err
 	}
+	return k.read(s), nil
+}
+
+// read is Read for a caller that holds k.mu.
+func (k *Kernel) read(s dataplane.Scope) dataplane.State {
+	state := dataplane.NewState()
 	within := func(p netip.Prefix) bool {
 		return slices.ContainsFunc(s.Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
 	}
@@ -133,7 +140,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 			state.Add(r)
 		}
 	}
-	return state, nil
+	return state
 }
 
 // Apply implements dataplane.Kernel.
@@ -141,6 +148,10 @@ func (k *Kernel) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpEr
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	defer k.announce()
+	for _, m := range k.monitors { // the changes of others; the caller's own are not announced
+		m.observe()
+		defer func() { m.seen = k.read(m.scope) }()
+	}
 	var failed []dataplane.OpError
 	for _, op := range ops {
 		err := ctx.Err()

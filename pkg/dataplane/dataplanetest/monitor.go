@@ -3,7 +3,6 @@
 package dataplanetest
 
 import (
-	"context"
 	"maps"
 	"slices"
 
@@ -47,48 +46,53 @@ func (m *monitor) Close() error {
 // deleted, and one is created. So only the real one leads to Event.Replaced.
 func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	m.kernel.mu.Lock()
-	foreign := m.kernel.foreign
-	silent := m.kernel.silent
-	gone := m.kernel.nexthopsGone[m.gone:]
-	m.kernel.mu.Unlock()
-	now, err := m.kernel.Read(context.Background(), m.scope)
-	if err != nil {
-		return nil, true, true
+	defer m.kernel.mu.Unlock()
+	m.observe()
+	events = m.events
+	rerouted = m.kernel.foreign != m.foreign
+	m.foreign = m.kernel.foreign
+	lost = m.lost || m.kernel.silent != m.silent
+	m.silent = m.kernel.silent
+	muted := m.muted
+	m.events = nil
+	m.lost = false
+	m.muted = false
+	if muted || lost {
+		return nil, rerouted || muted || lost, true
 	}
+	return events, rerouted, false
+}
+
+// observe adds the events of what has changed since the last call. The caller holds kernel.mu.
+func (m *monitor) observe() {
 	before := m.seen
+	now := m.kernel.read(m.scope)
 	m.seen = now
-	rerouted = foreign != m.foreign
-	m.foreign = foreign
+	gone := m.kernel.nexthopsGone[m.gone:]
 	m.gone += len(gone)
-	lost = silent != m.silent
-	m.silent = silent
-	if m.muted {
-		m.muted = false
-		return nil, true, true
-	}
 	if !maps.Equal(before.Links, now.Links) {
-		return nil, true, true
+		m.lost = true
+		return
 	}
 
 	for _, id := range gone {
-		events = append(events, dataplane.Event{Nexthop: id})
+		m.events = append(m.events, dataplane.Event{Nexthop: id})
 	}
 	for _, o := range objectsOf(before) {
 		r, ok := o.(dataplane.Route)
 		if unannounced := ok && r.Dst.Addr().Is4() && slices.Contains(gone, r.NexthopID); !unannounced && !contains(now, o) {
-			events = append(events, dataplane.Event{Object: o, Deleted: true})
+			m.events = append(m.events, dataplane.Event{Object: o, Deleted: true})
 		}
 	}
 
 	for _, o := range objectsOf(now) {
 		if r, ok := o.(dataplane.Route); ok && r.Multipath && !before.HasRoute(r) {
-			lost = true
+			m.lost = true
 		}
 		if !contains(before, o) {
-			events = append(events, dataplane.Event{Object: o})
+			m.events = append(m.events, dataplane.Event{Object: o})
 		}
 	}
-	return events, rerouted, lost
 }
 
 func contains(s dataplane.State, o dataplane.Object) bool {
