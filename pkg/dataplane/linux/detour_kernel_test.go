@@ -187,3 +187,80 @@ func TestKernelDetourWithoutCopy(t *testing.T) {
 		t.Errorf("other routes (-before +after):\n%s", diff)
 	}
 }
+
+// TestKernelRouteBeforeDetour checks the copy of the route to a gateway that packets take during a detour:
+// it has the next hop, the source and the MTU of the route. Without a route that can be copied, it is the
+// detour itself.
+func TestKernelRouteBeforeDetour(t *testing.T) {
+	w, eth0 := newDetourWorld(t)
+	tunnel, err := w.index(detourDevice)
+	if err != nil {
+		t.Fatal(err)
+	}
+	attributes := dataplane.NewRoute(netip.MustParsePrefix("fd00:96::/64"), netip.MustParseAddr("fd00:77::9"), "eth0", true)
+	attributes.MTU = 1300
+	source := netip.MustParseAddr("fd00:77::1")
+	err = w.request(func(m *message) {
+		encodeRoute(m, unix.RTM_NEWROUTE, unix.NLM_F_CREATE, attributes, eth0)
+		m.addr(unix.RTA_PREFSRC, source)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	throughObject := dataplane.NewRoute(netip.MustParsePrefix("fd00:95::/64"), netip.MustParseAddr("fd00:77::9"), "eth0", false)
+	throughObject.NexthopID = 7
+	blackhole := dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix("fd00:94::/64"), Type: unix.RTN_BLACKHOLE}}
+	containing := dataplane.NewRoute(netip.MustParsePrefix("fd00:10:5::/48"), netip.MustParseAddr("fd00:77::9"), "eth0", false)
+	if err := w.Append(throughObject, blackhole, containing); err != nil {
+		t.Fatal(err)
+	}
+	const table = 100
+	rule := netlink.NewRule()
+	rule.Family = netlink.FAMILY_V6
+	rule.Table = table
+	rule.Dst = &net.IPNet{IP: net.ParseIP("fd00:93::"), Mask: net.CIDRMask(64, 128)}
+	if err := w.links.RuleAdd(rule); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.links.RouteAdd(&netlink.Route{Table: table, Dst: rule.Dst, LinkIndex: eth0, Gw: net.ParseIP("fd00:77::9")}); err != nil {
+		t.Fatal(err)
+	}
+
+	copied := func(gateway, via string) routeReply {
+		r := routeReply{route: dataplane.NewDetour(netip.MustParseAddr(gateway), detourDevice), oif: eth0}
+		if via != "" {
+			r.route.Gateway = netip.MustParseAddr(via)
+		}
+		return r
+	}
+	itself := func(gateway string) routeReply {
+		return routeReply{route: dataplane.NewDetour(netip.MustParseAddr(gateway), detourDevice), oif: tunnel}
+	}
+	full := copied("fd00:96::2", "fd00:77::9")
+	full.source = source
+	full.route.OnLink = true
+	full.route.MTU = 1300
+	for name, tc := range map[string]struct {
+		gateway string
+		want    routeReply
+	}{
+		"on a network of this host":       {"fd00:77::2", copied("fd00:77::2", "")},
+		"behind a router":                 {"fd00:99::2", copied("fd00:99::2", "fd00:77::9")},
+		"with attributes":                 {"fd00:96::2", full},
+		"behind two routers":              {"fd00:97::2", itself("fd00:97::2")},
+		"through a nexthop object":        {"fd00:95::2", itself("fd00:95::2")},
+		"of another type":                 {"fd00:94::2", itself("fd00:94::2")},
+		"in another table":                {"fd00:93::2", itself("fd00:93::2")},
+		"an address of this host":         {"fd00:77::1", itself("fd00:77::1")},
+		"no route":                        {"2001:db8::1", itself("2001:db8::1")},
+		"in the destination of the route": {"fd00:10:5:3::", itself("fd00:10:5:3::")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			route := dataplane.NewRoute(netip.MustParsePrefix("fd00:10:5:3::/64"), netip.MustParseAddr(tc.gateway), detourDevice, true)
+			got := w.beforeDetour(route, tunnel)
+			if got.route != tc.want.route || got.oif != tc.want.oif || got.source != tc.want.source && tc.want.source.IsValid() {
+				t.Errorf("%+v, want %+v", got, tc.want)
+			}
+		})
+	}
+}

@@ -174,6 +174,7 @@ func TestKernelLinkDetails(t *testing.T) {
 			want.Learning = true
 			return w.changeVXLAN(silentContext(t), link.Attrs().Index, have, want)
 		}},
+		{"checksum offload", true, func() error { return w.setTxChecksum(dev, dataplane.OffloadOff) }},
 		{"down", true, func() error { return w.SetUp(dev, false) }},
 		{"name", false, func() error { return w.links.LinkSetName(link, "other") }},
 		{"name again", false, func() error { return w.links.LinkSetName(link, dev) }},
@@ -199,4 +200,31 @@ func TestKernelLinkDetails(t *testing.T) {
 		t.Fatal(err)
 	}
 	expectLost(t, m, "down again", true, func() error { return w.SetUp(dev, false) })
+}
+
+// TestKernelSharedBridge checks that the timers of a bridge cause no full read: each announcement of the
+// bridge contains them with other values. A change of its flags must still cause one.
+func TestKernelSharedBridge(t *testing.T) {
+	w := newWorld(t)
+	const dev = "br0"
+	if err := w.Append(dataplane.Link{Name: dev, Kind: "bridge", Up: true}); err != nil {
+		t.Fatal(err)
+	}
+	link, err := w.links.LinkByName(dev)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, err := w.Monitor(dataplane.Scope{Shared: []string{dev}, Networks: dataplanetest.Scope().Networks})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	alias := 0
+	other := func() error { alias++; return w.links.LinkSetAlias(link, fmt.Sprintf("alias %d", alias)) }
+	expectLost(t, m, "the first announcement", true, other)
+	for range 3 {
+		time.Sleep(20 * time.Millisecond) // the timers count hundredths of a second
+		expectLost(t, m, "another alias", false, other)
+	}
+	expectLost(t, m, "down", true, func() error { return w.SetUp(dev, false) })
 }

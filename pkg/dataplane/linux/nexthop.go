@@ -33,7 +33,6 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if !t.enabled {
-		t.reset()
 		return nil
 	}
 

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
@@ -195,4 +196,32 @@ func TestKernelTwoNetworksAtOnce(t *testing.T) {
 	second.apply(t, dataplane.Op{Object: made[0].Object, Delete: true}, dataplane.Op{Object: made[1].Object, Delete: true})
 	second.expect(t, w, "two peers have left", 3)
 	first.expect(t, w, "two peers have left the other", 2)
+}
+
+// TestKernelSharedNexthop checks that a daemon creates another nexthop object if routes of another network
+// use the one of its own routes, too: their owner may delete it at any time.
+func TestKernelSharedNexthop(t *testing.T) {
+	w := newWorld(t)
+	w.nexthops.threshold = 1
+	own, other := underlayNetwork{w.Kernel, 30}, underlayNetwork{w.Kernel, 31}
+	made := puts(own.routes(1))
+	own.apply(t, made...)
+	id := made[0].Object.(dataplane.Route).NexthopID
+	theirs := other.routes(1)[0].(dataplane.Route)
+	theirs.NexthopID = id
+	if err := w.request(func(m *message) { encodeRoute(m, unix.RTM_NEWROUTE, unix.NLM_F_CREATE, theirs, 0) }); err != nil || id == 0 {
+		t.Fatalf("no shared nexthop object, its id is %d: %v", id, err)
+	}
+
+	restarted := underlayNetwork{w.daemon(t), 30}
+	if _, err := restarted.Read(silentContext(t), restarted.scope()); err != nil {
+		t.Fatal(err)
+	}
+	route := own.routes(1)[0].(dataplane.Route)
+	route.Dst = netip.MustParsePrefix("172.30.9.0/24")
+	made = []dataplane.Op{{Object: route}}
+	restarted.apply(t, made...)
+	if got := made[0].Object.(dataplane.Route).NexthopID; got == 0 || got == id {
+		t.Errorf("the new route uses the nexthop object %d, want one other than %d", got, id)
+	}
 }
