@@ -125,9 +125,7 @@ func (m *monitor) watch() {
 		case <-m.resume:
 		}
 		// Drain may have read the announcement before this goroutine ran.
-		if err := m.raw.Read(func(uintptr) bool { return m.pending() }); err != nil { // closed
-			return
-		}
+		_ = m.raw.Read(func(uintptr) bool { return m.pending() }) // fails if the monitor is closed
 		m.ready.Send()
 	}
 }

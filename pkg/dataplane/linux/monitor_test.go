@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
@@ -227,4 +228,30 @@ func TestKernelSharedBridge(t *testing.T) {
 		expectLost(t, m, "another alias", false, other)
 	}
 	expectLost(t, m, "down", true, func() error { return w.SetUp(dev, false) })
+}
+
+// TestKernelOneFamily checks that the monitor of a scope with networks of one family announces the routes
+// of this family.
+func TestKernelOneFamily(t *testing.T) {
+	w := newWorld(t)
+	if _, err := dataplanetest.NewReconciler(t, w, 0).Reconcile(silentContext(t), dataplanetest.Base(), true); err != nil {
+		t.Fatal(err)
+	}
+	all := dataplanetest.Scope()
+	for i := range all.Networks {
+		scope := dataplane.Scope{Devices: all.Devices[i : i+1], Networks: all.Networks[i : i+1]}
+		m, err := w.Monitor(scope)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.Close()
+		m.Drain()
+		route := dataplanetest.Peer(3, 0)[2+3*i]
+		if err := w.Append(route); err != nil {
+			t.Fatal(err)
+		}
+		if events, _, _ := m.Drain(); !slices.ContainsFunc(events, func(e dataplane.Event) bool { return e.Object == route }) {
+			t.Errorf("%s was not announced, only %v", route, events)
+		}
+	}
 }
