@@ -103,6 +103,26 @@ func TestLeasesOfAMigration(t *testing.T) {
 		if i := slices.Index(oneBackend, true); i != len(oneBackend)-1 {
 			t.Errorf("OneBackend after the passes: %v, want the last one alone", oneBackend)
 		}
+
+		starts, late := lease(6, "six"), lease(7, "seven")
+		starts.NextType = "other"
+		late.BackendType = "former"
+		for _, step := range []struct {
+			name string
+			u    subnet.Update
+			want bool
+		}{
+			{"a host starts a migration", deltaUpdate(6, []subnet.Lease{starts}), false},
+			{"it is gone", deltaUpdate(7, nil, "host6"), true},
+			{"a host comes with the former backend", deltaUpdate(8, []subnet.Lease{late}), false},
+			{"it is not in a snapshot", fullUpdate(snapshot(9, lease(2, "two"), lease(3, "three"))), true},
+		} {
+			s.Publish(step.u)
+			synctest.Wait()
+			if got := oneBackend[len(oneBackend)-1]; got != step.want {
+				t.Errorf("%s: OneBackend is %v, want %v", step.name, got, step.want)
+			}
+		}
 	})
 }
 

@@ -467,6 +467,12 @@ func TestAcceptedPeerKeepsItsIdentity(t *testing.T) {
 			t.Errorf("host3 keeps %v, want %v", got, want)
 		}
 
+		// After a reconnection the store sends a snapshot in which the peer has moved again.
+		again := write(9, lease(3, "three"))
+		again.Endpoints[0].PublicIP = netip.MustParseAddr("192.168.79.3")
+		s.Publish(fullUpdate(snapshot(9, write(6, lease(2, "three")), again)))
+		expectSyncs(t, n, "", "*host2 host3", "*host3", "*host3", "*host3", "*host3")
+
 		state := s.Ledger.State()
 		restarted := &network{}
 		after, _ := run(t, restarted)
@@ -528,6 +534,30 @@ func TestIdentityForTheNextBackend(t *testing.T) {
 			if !strings.Contains(log(), want) {
 				t.Errorf("%q is not in the log:\n%s", want, log())
 			}
+		}
+	})
+}
+
+// TestIdentityWithoutTheNextBackend lets a lease, which is used without its next backend, be written again
+// after another host has claimed its identity. It must keep the identity.
+func TestIdentityWithoutTheNextBackend(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		victim := lease(3, "three")
+		victim.Claimed, victim.NextType = 3, "one" // the key of this host
+		n := &network{}
+		s, _ := run(t, migrating{n})
+		s.Publish(fullUpdate(snapshot(5, victim)))
+		advance(time.Second)
+
+		thief := lease(2, "three")
+		thief.Claimed = 6
+		victim.Claimed = 9
+		s.Publish(fullUpdate(snapshot(9, thief, victim)))
+		synctest.Wait()
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		if got := slices.Collect(maps.Keys(n.last.Leases)); !slices.Equal(got, []string{"host3"}) || n.last.Leases["host3"].NextType != "" {
+			t.Errorf("served are %v, want host3 without its next backend", n.last.Leases)
 		}
 	})
 }
@@ -662,12 +692,54 @@ func TestErrorsThatDifferEachTime(t *testing.T) {
 }
 
 func TestTemporaryRefusalIsRetried(t *testing.T) {
+	for _, again := range []time.Duration{0, time.Hour} {
+		synctest.Test(t, func(t *testing.T) {
+			refused := backend.Outcome{Again: again, Retry: true, Refused: []subnet.Refusal{{Key: "host2", Reason: "unreachable"}}}
+			n := &network{outcome: refused}
+			s, _ := run(t, n)
+			advance(time.Minute)
+			if len(n.syncs()) < 5 {
+				t.Errorf("again %v: %d syncs in a minute", again, len(n.syncs()))
+			}
+
+			// After a pass without a refusal, the next refusal is retried as soon as the first one was.
+			advance(10 * time.Minute)
+			for i, outcome := range []backend.Outcome{{}, refused} {
+				n.mu.Lock()
+				n.outcome = outcome
+				n.mu.Unlock()
+				s.Publish(fullUpdate(snapshot(int64(2+i), lease(3+i, "x"))))
+				synctest.Wait()
+			}
+			before := len(n.syncs())
+			advance(time.Minute)
+			if got := len(n.syncs()) - before; got < 5 {
+				t.Errorf("again %v: %d syncs in a minute after a pass without a refusal", again, got)
+			}
+		})
+	}
+}
+
+// TestBroadcastAddressIsRefused checks that a peer whose public address is a broadcast address of this host
+// is refused, and that the owner of the Syncer learns it.
+func TestBroadcastAddressIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n := &network{outcome: backend.Outcome{Retry: true, Refused: []subnet.Refusal{{Key: "host2", Reason: "unreachable"}}}}
-		run(t, n)
-		advance(time.Minute)
-		if len(n.syncs()) < 5 {
-			t.Errorf("%d syncs in a minute", len(n.syncs()))
+		var told []string
+		s := backend.NewSyncer(backend.SyncerConfig{
+			Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}, BackendType: "test"},
+			Own:    lease(1, "one"), Network: &network{}, Ledger: &subnet.Ledger{}, Resync: time.Hour,
+			Broadcasts: func() []netip.Addr { return []netip.Addr{netip.MustParseAddr("192.168.77.2")} },
+			OnRefused:  func(key, reason string) { told = append(told, key+": "+reason) },
+		})
+		ctx, cancel := context.WithCancel(t.Context())
+		var running sync.WaitGroup
+		running.Go(func() { _ = s.Run(ctx) })
+		s.Publish(fullUpdate(snapshot(2, lease(2, "two"), lease(3, "three"))))
+		synctest.Wait()
+		cancel()
+		running.Wait()
+		if want := "host2: 10.5.2.0/24 has public IP 192.168.77.2, which is a broadcast address"; len(told) != 1 || told[0] != want {
+			t.Errorf("refused: %q, want %q", told, want)
 		}
 	})
 }
@@ -733,7 +805,7 @@ func TestRefusalOfTheKernelEnds(t *testing.T) {
 		n.mu.Lock()
 		n.fail = 1
 		n.mu.Unlock()
-		s.Publish(deltaUpdate(3, nil)) // the pass fails, and the next one refuses the peer again
+		s.Publish(deltaUpdate(3, []subnet.Lease{lease(2, "two")})) // the pass fails, and the next one refuses the peer again
 		synctest.Wait()
 		if got := refused(); got != "directly connected" {
 			t.Errorf("after a failed pass: refused for %q", got)
@@ -753,6 +825,13 @@ func TestRefusalOfTheKernelEnds(t *testing.T) {
 		}
 		if got := strings.Count(log(), "lease no longer refused"); got != 1 {
 			t.Errorf("the end is logged %d times, want once:\n%s", got, log())
+		}
+		n.mu.Lock()
+		n.outcome = backend.Outcome{Refused: []subnet.Refusal{{Key: "host2", Reason: "directly connected"}}}
+		n.mu.Unlock()
+		advance(time.Hour * 6 / 5) // the next pass
+		if got := refused(); got != "directly connected" {
+			t.Errorf("refused again for %q", got)
 		}
 	})
 }
