@@ -9,7 +9,6 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
-	"sync/atomic"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/dataplane"
@@ -116,15 +115,7 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	keys := slices.Collect(maps.Keys(peers.Leases))
 	objects := make([][]dataplane.Object, len(keys))
 	errs := make([]error, len(keys))
-	var failed atomic.Bool // one error is sufficient
-	parallel.For(len(keys), func(i int) {
-		if !failed.Load() {
-			objects[i], errs[i] = p.desired(ctx, keys[i], peers)
-			if errs[i] != nil {
-				failed.Store(true)
-			}
-		}
-	})
+	parallel.For(len(keys), func(i int) { objects[i], errs[i] = p.desired(ctx, keys[i], peers) })
 	if err := cmp.Or(errs...); err != nil {
 		return Outcome{}, err
 	}

@@ -4,7 +4,10 @@ package backend_test
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -97,9 +100,11 @@ func TestVolatileCallsDesiredAgain(t *testing.T) {
 			l := lease(2+i, "")
 			leases[l.Key] = &l
 		}
+		ways := 0
 		reroute := func() {
 			t.Helper()
-			way := dataplane.NewRoute(netip.MustParsePrefix("192.0.2.0/24"), netip.MustParseAddr("192.168.77.9"), "eth0", false)
+			ways++
+			way := dataplane.NewRoute(netip.PrefixFrom(netip.AddrFrom4([4]byte{192, 0, byte(ways), 0}), 24), netip.MustParseAddr("192.168.77.9"), "eth0", false)
 			if err := kernel.Append(way); err != nil {
 				t.Fatal(err)
 			}
@@ -117,6 +122,13 @@ func TestVolatileCallsDesiredAgain(t *testing.T) {
 			{"a lease", func() {}, backend.Set{Changed: []string{"host4"}}, 1, true},
 			{"a lease, when it is time", func() { advance(time.Second) }, backend.Set{Changed: []string{"host4"}}, 5, false},
 			{"a lease", func() { advance(time.Second) }, backend.Set{Changed: []string{"host4"}}, 1, false},
+			{"no lease", func() {}, backend.Set{}, 5, false},
+			{"no lease so soon again", func() {}, backend.Set{}, 0, true},
+			{"all leases and a route", reroute, backend.Set{All: true}, 5, true},
+			{"a lease, because of that route", func() { advance(time.Second) }, backend.Set{Changed: []string{"host4"}}, 5, false},
+			{"no lease, and only leases matter", func() { p.Volatile = 0; advance(time.Second) }, backend.Set{}, 0, false},
+			{"a route, and only leases matter", reroute, backend.Set{Changed: []string{"host4"}}, 1, false},
+			{"all leases and a route, and only leases matter", reroute, backend.Set{All: true}, 5, false},
 		} {
 			calls = 0
 			step.do()
@@ -127,6 +139,100 @@ func TestVolatileCallsDesiredAgain(t *testing.T) {
 			}
 		}
 	})
+}
+
+// TestDesiredFails checks that Sync writes nothing while it does not know what a peer needs, and everything
+// afterwards.
+func TestDesiredFails(t *testing.T) {
+	p := programmer(t, dataplanetest.New(), time.Hour)
+	desired := p.Desired
+	var failing string
+	p.Desired = func(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
+		if l.Key == failing {
+			return nil, errors.New("cannot look up its route")
+		}
+		return desired(ctx, l)
+	}
+	leases := map[string]*subnet.Lease{}
+	for i := range 3 {
+		l := lease(2+i, "")
+		leases[l.Key] = &l
+	}
+	moved := lease(2, "")
+	moved.Endpoints[0].Subnet = netip.MustParsePrefix("10.5.9.0/24")
+	for i, step := range []struct {
+		name, failing string
+		set           backend.Set
+		want          int // number of peers whose routes exist
+	}{
+		{"all leases", "host3", backend.Set{All: true}, 0},
+		{"none, after an error", "", backend.Set{}, 3},
+		{"two leases, one of which has another subnet", "host3", backend.Set{Changed: []string{"host2", "host3"}}, 2},
+		{"none, after an error", "", backend.Set{}, 3},
+	} {
+		failing = step.failing
+		step.set.Leases, step.set.Complete = leases, true
+		_, err := p.Sync(t.Context(), step.set)
+		if step.failing != "" && (err == nil || err.Error() != "lease host3: cannot look up its route") || step.failing == "" && err != nil {
+			t.Errorf("%s: error %v", step.name, err)
+		}
+		have := 0
+		for _, l := range leases {
+			if p.Has(dataplane.NewRoute(l.Endpoints[0].Subnet, l.Endpoints[0].PublicIP, "eth0", false)) {
+				have++
+			}
+		}
+		if have != step.want {
+			t.Errorf("%s: %d peers have a route, want %d", step.name, have, step.want)
+		}
+		if i == 1 {
+			leases["host2"] = &moved
+		}
+	}
+}
+
+// TestRefusalNamesThePeer checks that a refused route is reported as one of the peer that needs it now.
+func TestRefusalNamesThePeer(t *testing.T) {
+	kernel := dataplanetest.New()
+	for i := range 2 {
+		bridge := dataplane.Link{Name: fmt.Sprintf("br%d", i), Kind: "bridge", Up: true}
+		at := dataplane.Addr{Dev: bridge.Name, Prefix: netip.MustParsePrefix(fmt.Sprintf("10.5.%d.1/24", 2+2*i))}
+		if err := kernel.Append(bridge, at); err != nil {
+			t.Fatal(err)
+		}
+	}
+	p := programmer(t, kernel, time.Hour)
+	leases := map[string]*subnet.Lease{}
+	put := func(key string, n int) {
+		l := lease(n, "")
+		l.Key = key
+		leases[key] = &l
+	}
+	put("host2", 2)
+	put("host3", 3)
+	for _, step := range []struct {
+		name    string
+		do      func()
+		changed []string // nil if any lease may differ
+		want    []string
+	}{
+		{"at first", func() {}, nil, []string{"host2"}},
+		{"another one comes", func() { put("host4", 4) }, []string{"host4"}, []string{"host2", "host4"}},
+		{"another host has the subnet", func() { delete(leases, "host2"); put("host5", 2) }, []string{"host2", "host5"}, []string{"host4", "host5"}},
+		{"in the other order", func() { delete(leases, "host5"); put("host6", 2) }, []string{"host6", "host5"}, []string{"host4", "host6"}},
+		{"it is gone", func() { delete(leases, "host6") }, []string{"host6"}, []string{"host4"}},
+	} {
+		step.do()
+		o, err := p.Sync(t.Context(), backend.Set{Leases: leases, Changed: step.changed, All: step.changed == nil, Complete: true})
+		var got []string
+		for _, r := range o.Refused {
+			got = append(got, r.Key)
+		}
+		slices.Sort(got)
+		if err != nil || !slices.Equal(got, step.want) {
+			t.Errorf("%s: refused %v, %v, want %v", step.name, o.Refused, err, step.want)
+		}
+	}
 }
 
 // TestResyncReads checks that without announcements the kernel is read at the interval of
