@@ -284,8 +284,8 @@ func (m *monitor) neighbour(deleted bool, payload []byte) dataplane.Event {
 		return dataplane.Event{}
 	}
 
-	dev, ours := m.names[int(int32(binary.NativeEndian.Uint32(payload[4:])))]
-	if !ours || !slices.Contains(m.scope.Devices, dev) {
+	dev := m.names[int(int32(binary.NativeEndian.Uint32(payload[4:])))]
+	if !slices.Contains(m.scope.Devices, dev) {
 		return dataplane.Event{}
 	}
 
@@ -299,7 +299,7 @@ func (m *monitor) neighbour(deleted bool, payload []byte) dataplane.Event {
 			return dataplane.Event{}
 		}
 		e.Object = dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev, MAC: n.mac}, Dst: n.dst, Override: n.override}
-	case n.dst.IsValid() && m.scope.InNetworks(prefix.Host(n.dst)):
+	case m.scope.InNetworks(prefix.Host(n.dst)):
 		e.Object = dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev, IP: n.dst}, MAC: n.mac}
 	}
 	return e
@@ -352,7 +352,7 @@ func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost
 	dev, ours := m.names[index]
 	p := parseAddress(payload)
 	lost = deleted && (ours || m.kernel.dependencies.hasDevice(index) || m.kernel.dependencies.hasSource(p.Addr()))
-	if !slices.Contains(m.scope.Devices, dev) || !p.IsValid() || !m.scope.InNetworks(prefix.Host(p.Addr())) {
+	if !slices.Contains(m.scope.Devices, dev) || !m.scope.InNetworks(prefix.Host(p.Addr())) {
 		return dataplane.Event{}, lost
 	}
 	return dataplane.Event{Object: dataplane.Addr{Dev: dev, Prefix: p}, Deleted: deleted}, lost
