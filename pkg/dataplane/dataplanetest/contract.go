@@ -29,7 +29,7 @@ func Contract(t *testing.T, newWorld func(testing.TB) World) {
 	t.Run("an unchanged kernel is read once", func(t *testing.T) { readOnce(newFixture(t, newWorld(t), time.Hour)) })
 	t.Run("a refused route causes no read", func(t *testing.T) { refusedAgain(newFixture(t, newWorld(t), time.Hour)) })
 	t.Run("other programs change the kernel during and after a bulk of writes", func(t *testing.T) { disturbedBulk(newFixture(t, newWorld(t), time.Hour)) })
-	for _, tc := range slices.Concat(driftCases(), duplicateCases(), freshCases(), exitCases()) {
+	for _, tc := range slices.Concat(driftCases(), duplicateCases(), freshCases(), exitCases(), routeCases()) {
 		t.Run(tc.name+", by announcements alone", func(t *testing.T) { tc.run(newFixture(t, newWorld(t), time.Hour)) })
 	}
 }
@@ -114,7 +114,8 @@ func muted(f *fixture) {
 		f.Errorf("muted: events %v, rerouted %t, lost %t; want no events, true, true", events, rerouted, lost)
 	}
 
-	f.must(f.Append(Peer(3, 0)...))
+	added := append(Peer(3, 0), dataplane.Addr{Dev: dev4, Prefix: prefix.Host(subnet4(1).Addr().Next())})
+	f.must(f.Append(added...))
 	events, _, lost := m.Drain()
 	// The kernel announces an IPv6 address again when its duplicate address detection ends.
 	events = slices.DeleteFunc(events, func(e dataplane.Event) bool {
@@ -133,7 +134,7 @@ func muted(f *fixture) {
 		}
 		announced.Add(e.Object)
 	}
-	if diff := diffStates(state(dataplane.NewState(), Peer(3, 0)...), announced); diff != "" || len(events) != len(Peer(3, 0)) {
+	if diff := diffStates(state(dataplane.NewState(), added...), announced); diff != "" || len(events) != len(added) {
 		f.Errorf("after a drain: %d events, objects (-want +got):\n%s", len(events), diff)
 	}
 }

@@ -3,6 +3,7 @@
 package linux
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
@@ -10,6 +11,8 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
@@ -253,5 +256,43 @@ func TestKernelOneFamily(t *testing.T) {
 		if events, _, _ := m.Drain(); !slices.ContainsFunc(events, func(e dataplane.Event) bool { return e.Object == route }) {
 			t.Errorf("%s was not announced, only %v", route, events)
 		}
+	}
+}
+
+// TestDecode checks what decode reports about the messages of a datagram, in their order: whether they may
+// affect OnLink, and whether one is malformed or a change that no event describes.
+func TestDecode(t *testing.T) {
+	message := func(typ uint16, length int, payload ...byte) []byte {
+		b := binary.NativeEndian.AppendUint32(nil, uint32(length))
+		b = binary.NativeEndian.AppendUint16(b, typ)
+		return append(append(b, make([]byte, unix.NLMSG_HDRLEN-len(b))...), payload...)
+	}
+	neigh := message(unix.RTM_NEWNEIGH, unix.NLMSG_HDRLEN)
+	gone := message(unix.RTM_DELNEIGH, unix.NLMSG_HDRLEN)
+	link := message(unix.RTM_NEWLINK, unix.NLMSG_HDRLEN)
+	body := make([]byte, unix.SizeofIfInfomsg)
+	binary.NativeEndian.PutUint32(body[4:], 7)
+	deleted := message(unix.RTM_DELLINK, unix.NLMSG_HDRLEN+len(body), body...)
+	for name, tc := range map[string]struct {
+		datagram       []byte
+		rerouted, lost bool
+	}{
+		"nothing":                         {nil, false, false},
+		"neighbours":                      {slices.Concat(neigh, gone), false, false},
+		"a link without content":          {link, true, false},
+		"a link before a neighbour":       {slices.Concat(link, neigh), true, false},
+		"a deleted device":                {deleted, true, true},
+		"a deleted device before another": {slices.Concat(deleted, link), true, true},
+		"a length that is too small":      {message(unix.RTM_NEWNEIGH, unix.NLMSG_HDRLEN-1), true, true},
+		"a length that is too large":      {message(unix.RTM_NEWNEIGH, unix.NLMSG_HDRLEN+1), true, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m := &monitor{names: map[int]string{7: "flannel.1"}, others: map[int]string{}, links: map[int]linkDetails{}}
+			var events []dataplane.Event
+			rerouted, lost := m.decode(tc.datagram, &events)
+			if rerouted != tc.rerouted || lost != tc.lost || len(events) > 0 {
+				t.Errorf("rerouted %t, lost %t, events %v; want %t, %t and none", rerouted, lost, events, tc.rerouted, tc.lost)
+			}
+		})
 	}
 }
