@@ -170,12 +170,11 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 func (b *Backend) claimInside(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	before := subnet.Claim{BackendType: b.sides.inside.LeaseType, Endpoints: slices.Clone(prev.Endpoints)}
 	for i, e := range before.Endpoints {
-		d, ok := decode(e.Data)
-		if prev.BackendType != b.LeaseType() || !ok || d.Type != b.sides.inside.Type {
+		d, _ := decode(e.Data)
+		if d.Type != b.sides.inside.Type {
 			d.Data = nil
 		}
 		before.Endpoints[i].Data = d.Data
-		before.Endpoints[i].NextData = nil
 	}
 	return b.inside.Claim(ctx, before)
 }
@@ -192,13 +191,13 @@ func (b *Backend) asInside(l *subnet.Lease) (_ *subnet.Lease, why string) {
 	for _, e := range l.Endpoints {
 		d, ok := decode(e.Data)
 		switch {
-		case !ok || b.env.Location == "" || d.Name != b.env.Location:
+		case !ok || d.Name != b.env.Location:
 			return nil, ""
 		case d.Type != b.sides.inside.Type:
 			return nil, fmt.Sprintf("it publishes data for %q, and not for %s", subnet.Shorten(d.Type), b.sides.inside.Type)
 		case d.Config != b.digest:
 			return nil, "it has another SameLocation in its network configuration"
-		case prefix.FamilyOf(d.Address) != e.Family() || d.Address.Zone() != "" || !b.env.Reachable(d.Address):
+		case prefix.FamilyOf(d.Address) != e.Family() || !b.env.Reachable(d.Address):
 			return nil, fmt.Sprintf("its address %q at the location is not one of another host", subnet.Shorten(d.Address.String()))
 		}
 

@@ -273,7 +273,7 @@ func TestHostileData(t *testing.T) {
 			t.Errorf("%s: %+v, want the reason in one line", raw, c)
 		}
 	}
-	for _, address := range []string{"fe80::1%\x1b[31m\n", "fe80::1%" + strings.Repeat("x", 1000), "::ffff:192.168.77.2"} {
+	for _, address := range []string{"fe80::1%\x1b[31m\n", "fe80::1%" + strings.Repeat("x", 1000), "::ffff:192.168.77.2", "2001:db8::2"} {
 		b.leases["host2"] = lease(t, be, 2, "east", func(d *data) { d.Address = netip.MustParseAddr(address) })
 		b.sync(backend.Set{Changed: []string{"host2"}, Complete: true})
 		b.expectInside(address)
@@ -496,6 +496,39 @@ func TestStartWithoutData(t *testing.T) {
 		mac := have.Links["flannel.1"].MAC.String()
 		if !ok || d.Name != "east" || d.Address != addrOf(1) || !strings.Contains(string(d.Data), mac) || prev.Endpoints[0].PublicIP == addrOf(1) {
 			t.Errorf("the device has the address %s, and the host publishes %+v at %s", mac, d, prev.Endpoints[0].PublicIP)
+		}
+	}
+}
+
+// TestRebootKeepsTheData checks that a host without a device publishes the data for the backend inside that
+// it has published before, and none that was for another backend. A host without a location publishes none.
+func TestRebootKeepsTheData(t *testing.T) {
+	b := newBed(t, "east")
+	first, err := b.backend().Claim(t.Context(), subnet.Claim{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if without, err := newBed(t, "").backend().Claim(t.Context(), first); err != nil || string(without.Endpoints[0].Data) != `{"PublicKey":"k"}` {
+		t.Errorf("without a location: %s, %v", without.Endpoints[0].Data, err)
+	}
+	for name, change := range map[string]func(*data){
+		"the same": nil, "for another backend": func(d *data) { d.Type = "ipip" },
+	} {
+		prev := first
+		prev.Endpoints = slices.Clone(first.Endpoints)
+		if change != nil {
+			d, _ := decode(prev.Endpoints[0].Data)
+			change(&d)
+			if prev.Endpoints[0].Data, err = d.addTo(json.RawMessage(`{"PublicKey":"k"}`)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		again, err := b.backend().Claim(t.Context(), prev)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if same := string(again.Endpoints[0].Data) == string(first.Endpoints[0].Data); same != (change == nil) {
+			t.Errorf("%s: %s after %s", name, again.Endpoints[0].Data, first.Endpoints[0].Data)
 		}
 	}
 }
