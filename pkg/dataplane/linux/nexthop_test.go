@@ -340,3 +340,35 @@ func TestKernelNexthopLeftOver(t *testing.T) {
 		}
 	}
 }
+
+// TestKernelPlainRoutes checks which routes use no nexthop object, even if there are many routes: those
+// that must be plain, have an MTU or no gateway, and those of IPv6.
+func TestKernelPlainRoutes(t *testing.T) {
+	w := newWorld(t)
+	w.nexthops.threshold = 1
+	dst := netip.MustParsePrefix("10.5.3.0/24")
+	route := dataplane.NewRoute(dst, netip.MustParseAddr("192.168.77.9"), "eth0", false)
+	short := route
+	short.MTU = 1300
+	for name, tc := range map[string]struct {
+		route   dataplane.Route
+		through bool
+	}{
+		"ordinary":   {route, true},
+		"plain":      {route.AsPlain(), false},
+		"own MTU":    {short, false},
+		"no gateway": {dataplane.NewRoute(dst, netip.Addr{}, "eth0", false), false},
+		"IPv6":       {dataplane.NewRoute(netip.MustParsePrefix("fd00:10:5:3::/64"), netip.MustParseAddr("fd00:77::9"), "eth0", false), false},
+	} {
+		ops := []dataplane.Op{{Object: tc.route}}
+		if failed := w.Apply(silentContext(t), ops); len(failed) > 0 {
+			t.Fatal(failed[0])
+		}
+		if id := ops[0].Object.(dataplane.Route).NexthopID; (id != 0) != tc.through {
+			t.Errorf("%s: the route uses the nexthop object %d, want one: %t", name, id, tc.through)
+		}
+		if failed := w.Apply(silentContext(t), []dataplane.Op{{Object: ops[0].Object, Delete: true}}); len(failed) > 0 {
+			t.Fatal(failed[0])
+		}
+	}
+}

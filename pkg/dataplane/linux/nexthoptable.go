@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/dataplane"
-	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // A plain route names its next hop by device and gateway. Any other route names it by the id of a nexthop
@@ -171,8 +170,8 @@ func (t *nexthops) selectUnused() {
 // Only such a route can use a nexthop object. The route is zero if op changes an object
 // that is not a route.
 func viaNexthop(op *dataplane.Op) (dataplane.Route, bool) {
-	r, ok := op.Object.(dataplane.Route)
-	return r, ok && !op.Delete && r.Gateway.IsValid() && prefix.FamilyOf(r.Dst.Addr()) == prefix.IPv4
+	r, _ := op.Object.(dataplane.Route)
+	return r, !op.Delete && r.Gateway.Is4()
 }
 
 // putFailed reduces the number of plain routes after the put op has failed. It ignores a
