@@ -391,6 +391,37 @@ func TestIdentityBelongsToTheFirstClaim(t *testing.T) {
 	}
 }
 
+// TestKept writes a lease again. Each of its identities must keep its time, but not one that is new.
+func TestKept(t *testing.T) {
+	cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	written := func(revision uint64, identities ...string) subnet.Claimant {
+		l := lease("a", 1, "10.5.2.0/24", "192.0.2.2")
+		l.Claimed = revision
+		return subnet.Claimant{Lease: &l, Identities: identities}
+	}
+	a := subnet.NewArbiter(cfg, subnet.Claimant{Lease: &subnet.Lease{}})
+	a.Reset([]subnet.Claimant{written(3, "MAC 1", "MAC 2")})
+	want := map[string]uint64{"MAC 1": 3, "MAC 2": 3}
+	if diff := cmp.Diff(want, a.Kept(written(7, "MAC 1", "MAC 2", "MAC 3"))); diff != "" {
+		t.Errorf("kept differ (-want +got):\n%s", diff)
+	}
+	if kept := a.Kept(written(3, "MAC 1", "MAC 2")); kept != nil {
+		t.Errorf("it keeps %v from the same revision", kept)
+	}
+}
+
+// TestIsHost checks the addresses that mean that there is none.
+func TestIsHost(t *testing.T) {
+	for _, a := range []netip.Addr{{}, netip.IPv4Unspecified(), netip.IPv6Unspecified()} {
+		if subnet.IsHost(a) {
+			t.Errorf("%v is the address of a host", a)
+		}
+	}
+}
+
 // TestChangeAlone expects that a change of a lease that contradicts no other one needs no decision about
 // all leases, although others are refused.
 func TestChangeAlone(t *testing.T) {
