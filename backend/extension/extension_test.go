@@ -916,6 +916,40 @@ func TestFamiliesOfAPeer(t *testing.T) {
 	n.expect(removeBoth, addSix)
 }
 
+// TestFamiliesChangeWhileASessionEnds checks that everything which may have a subnet of a peer is removed before the subnet is
+// added. A session that ends before it runs a job leaves two entries with one subnet: that of the last job for the host, and
+// that of the job which it did not run.
+func TestFamiliesChangeWhileASessionEnds(t *testing.T) {
+	for i := range 8 { // the entries are found in random order
+		t.Run(fmt.Sprint(i), func(t *testing.T) {
+			n := newNode(t, logging())
+			n.dual()
+			six := subnet.Endpoint{Subnet: netip.MustParsePrefix("fd00:5:0:2::/64"), PublicIP: netip.MustParseAddr("2001:db8::2")}
+			before := peer(2, "")
+			before.Endpoints = append(before.Endpoints, six)
+			alone := peer(2, "")
+			alone.Endpoints = []subnet.Endpoint{six}
+			after := peer(3, "")
+			after.Endpoints = append(after.Endpoints, six)
+
+			n.mustStart()
+			n.sync(before)
+			n.cancel()
+			_, _ = n.net.Sync(n.ctx, set(true, alone))
+			n.stop()
+			_ = os.Remove(filepath.Join(n.dir, "log"))
+			n.mustStart()
+			for _, complete := range []bool{false, true} {
+				if _, err := n.net.Sync(n.ctx, set(complete, after)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			n.expect("remove 10.5.2.0/24 192.0.2.2 [fd00:5:0:2::/64 2001:db8::2] []", "remove   [fd00:5:0:2::/64 2001:db8::2] []",
+				"add 10.5.3.0/24 192.0.2.3 [fd00:5:0:2::/64 2001:db8::2] []")
+		})
+	}
+}
+
 // TestRecalled checks that commands of a recalled configuration run again only after recallWait.
 func TestRecalled(t *testing.T) {
 	n := newNode(t, logging())

@@ -76,8 +76,8 @@ type target struct {
 type job struct {
 	subnet string
 	// old contains what has to be removed first, by its subnet in the state file. Besides an entry for
-	// subnet itself, that is one of the same host with other address families: its command would
-	// otherwise remove later what want adds.
+	// subnet itself, these are others with one of its subnets, as of the same host with other address
+	// families: their commands would otherwise remove later what want adds.
 	old  map[string]entry
 	want *target // nil if the subnet must only be removed
 }
@@ -169,11 +169,11 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 	var gone, fresh, again []job
 	have := n.host.store.entries()
 	now := time.Now()
-	owners := map[string]string{} // keys in have that are not wanted, by all subnets of their entries
+	owners := map[string][]string{} // keys in have that are not wanted, by all subnets of their entries
 	for s, e := range have {
 		if _, ok := want[s]; !ok {
 			for _, one := range e.Input.subnets() {
-				owners[one] = s
+				owners[one] = append(owners[one], s) // several, if a session has ended before it ran its job
 			}
 		}
 	}
@@ -204,7 +204,7 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 		}
 		j := job{subnet: s, want: &t, old: map[string]entry{}}
 		for _, one := range t.input.subnets() {
-			if owner, ok := owners[one]; ok {
+			for _, owner := range owners[one] {
 				j.old[owner] = have[owner]
 				replaced[owner] = true
 			}
