@@ -449,7 +449,7 @@ func TestPagesAboutAHost(t *testing.T) {
 	m.run("install -D -m 0644 dist/systemd/docker-flannel.conf " + dockerDropIn)
 	gone := func(m *machine, _ string) { m.run("test ! -e " + dockerDropIn) }
 	followPage(t, "operations.md", []*machine{m}, map[string]func(*machine, string){
-		"systemctl daemon-reload": gone, "FLANNEL_": shown, "I1121": shown, "E1121": shown, "…": shown,
+		"systemctl daemon-reload": gone, "FLANNEL_": shown, "I1121": shown, "E1121": shown,
 		"curl -si": func(m *machine, command string) { m.run(strings.Replace(command, "8471", "8081", 1)) },
 		"systemd-analyze security flanneld": func(_ *machine, command string) {
 			m.run(strings.Replace(command, "flanneld", "--offline=true dist/systemd/flanneld.service", 1) + " | grep ' 2.4 OK'")
