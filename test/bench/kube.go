@@ -234,6 +234,10 @@ func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	return nil
 }
 
+// requestPause, for each Node, is the pause of the daemon between two requests for new Nodes: a Node that comes sooner waits, and
+// is requested together.
+const requestPause = 100 * time.Microsecond
+
 // kubeEvents measures the time from a request that adds or removes one Node until the kernel has
 // announced the last change. It also measures the time until a bare watch has an event of that
 // request.
@@ -257,7 +261,7 @@ func (r *runner) kubeEvents(ctx context.Context, s *kubeServer) error {
 			write       func(context.Context, peer) error
 			gone        bool
 		}{{&add, &addWatch, s.addNode, false}, {&remove, &removeWatch, s.removeNode, true}} {
-			if err := wait.For(ctx, 3*eventPause); err != nil {
+			if err := wait.For(ctx, 3*eventPause+requestPause*time.Duration(n)); err != nil {
 				return err
 			}
 			bare.drain()
