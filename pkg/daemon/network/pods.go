@@ -41,15 +41,17 @@ func (n *Network) watchPods(ctx context.Context) {
 
 	warn := warner(n.store)
 	var before string
+	looked := false // while there was a session
 	for {
 		pause := time.Duration(1<<63 - 1)
-		if before != "" || n.serving.Load() == nil {
+		if before != "" || !looked {
 			pause = lookPause
 		}
 		if wait.ForOr(ctx, pause, changed) != nil || wait.For(ctx, settlePause) != nil {
 			return
 		}
 
+		looked = n.serving.Load() != nil
 		problem := n.cutOff(ctx)
 		switch problem {
 		case before:
@@ -71,8 +73,17 @@ func (n *Network) watchPods(ctx context.Context) {
 	}
 }
 
-// cutOff returns what keeps packets from pods, or "".
+// cutOff returns what keeps packets from pods, or "". A report of thousands of peers takes memory, so it asks for one only if
+// there are pods.
 func (n *Network) cutOff(ctx context.Context) string {
+	now, _ := n.state.Get()
+	brief := status.Report{
+		Lease: statusLease(now.Own), Interface: status.Interface{Name: now.Interface.Name}, Network: status.Network{Prefixes: now.Config.Prefixes()},
+	}
+	if !linux.HasPods(brief) {
+		return ""
+	}
+
 	report, err := n.reports.report(ctx, status.Query{})
 	if err != nil {
 		return ""

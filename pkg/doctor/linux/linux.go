@@ -189,6 +189,16 @@ func bridges(r status.Report) ([]doctor.Bridge, error) {
 	return found, nil
 }
 
+// HasPods reports whether a bridge has an address in a subnet of this host.
+func HasPods(r status.Report) bool {
+	all, _ := bridges(r)
+	return slices.ContainsFunc(all, func(b doctor.Bridge) bool {
+		return slices.ContainsFunc(b.Addresses, func(a netip.Prefix) bool {
+			return slices.ContainsFunc(r.Lease.Subnets, func(s netip.Prefix) bool { return s.Contains(a.Addr()) })
+		})
+	})
+}
+
 func rules() ([]doctor.Rule, error) {
 	list, err := dump(func() ([]netlink.Rule, error) { return netlink.RuleList(netlink.FAMILY_ALL) })
 	if err != nil {
