@@ -357,14 +357,19 @@ func newDeleteCommand(h host, reservation bool, cmd *cobra.Command, done string)
 
 // expectGone returns an error if a lease that was deleted is back soon, because its host runs and has taken it again.
 func expectGone(ctx context.Context, a *etcd.Admin, key string) error {
-	if err := wait.For(ctx, time.Second); err != nil {
-		return err
+	for range 10 {
+		if err := wait.For(ctx, 200*time.Millisecond); err != nil {
+			return err
+		}
+		entries, err := a.Entries(ctx, false)
+		if err != nil {
+			return err
+		}
+		if slices.ContainsFunc(entries, func(e etcd.Entry) bool { return e.Lease.Key == key }) {
+			return fmt.Errorf("%s was revoked, and its host has taken it again: stop flanneld there first", key)
+		}
 	}
-	entries, err := a.Entries(ctx, false)
-	if slices.ContainsFunc(entries, func(e etcd.Entry) bool { return e.Lease.Key == key }) {
-		return fmt.Errorf("%s was revoked, and its host has taken it again: stop flanneld there first", key)
-	}
-	return err
+	return nil
 }
 
 // find returns the key of the lease that name identifies. If name is a subnet, this is

@@ -164,7 +164,9 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	})
 
 	expectFlannelctlFails(t, a, []string{"revoke", bIP}, bIP+" is an address: expected a subnet, such as "+reserved)
-	expectFlannelctlFails(t, a, []string{"revoke", reserved}, "its host has taken it again: stop flanneld there first")
+	expectFlannelctlFails(t, a, []string{"revoke", key}, "its host has taken it again: stop flanneld there first")
+	expectLine("-", key, ip, "vxlan")
+	expectLine("+", key, ip, "vxlan")
 
 	// Revoking the lease of a dead host removes its routes from the other hosts.
 	b.Daemon().Kill()
