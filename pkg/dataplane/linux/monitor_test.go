@@ -226,8 +226,10 @@ func TestKernelSharedBridge(t *testing.T) {
 	alias := 0
 	other := func() error { alias++; return w.links.LinkSetAlias(link, fmt.Sprintf("alias %d", alias)) }
 	expectLost(t, m, "the first announcement", true, other)
+	tick := time.NewTicker(20 * time.Millisecond) // the timers count hundredths of a second
+	defer tick.Stop()
 	for range 3 {
-		time.Sleep(20 * time.Millisecond) // the timers count hundredths of a second
+		<-tick.C
 		expectLost(t, m, "another alias", false, other)
 	}
 	expectLost(t, m, "down", true, func() error { return w.SetUp(dev, false) })
