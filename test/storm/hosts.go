@@ -381,6 +381,10 @@ func (h *host) acquire(ctx context.Context, m manager, former *subnet.Lease) (ow
 		}
 	}
 
+	if r, ok := m.(subnet.Resumer); ok && former != nil {
+		r.Resumed(*former)
+	}
+
 	for {
 		cfg, err := m.Config(ctx)
 		if err != nil {
