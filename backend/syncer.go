@@ -234,7 +234,7 @@ func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 	set.Changed = slices.SortedFunc(maps.Keys(s.changed), func(a, b string) int {
 		return compareBool(s.Ledger.Lease(a) != nil, s.Ledger.Lease(b) != nil)
 	})
-	if s.Broadcasts != nil {
+	if s.Broadcasts != nil && (set.All || len(set.Changed) > 0) {
 		s.arbiter.Broadcasts = s.Broadcasts()
 	}
 
@@ -457,6 +457,9 @@ func (s *Syncer) enabled(es []subnet.Endpoint) []subnet.Endpoint {
 	disabled := func(e subnet.Endpoint) bool {
 		_, ok := s.Config.Network(e.Family())
 		return !ok
+	}
+	if !slices.ContainsFunc(es, disabled) {
+		return es // without a copy for each of thousands of peers
 	}
 	return slices.DeleteFunc(slices.Clone(es), disabled)
 }

@@ -133,6 +133,10 @@ const guesses = 4
 // contain prefixes of any length and family, in any order. The time depends on the number of taken
 // prefixes, not on the size of the pool.
 func (p Pool) Pick(taken []netip.Prefix) (s netip.Prefix, ok bool) {
+	if !p.first.IsValid() {
+		return netip.Prefix{}, false
+	}
+
 	for range guesses {
 		if s, _ := p.at(below(p.Size())); !slices.ContainsFunc(taken, s.Overlaps) {
 			return s, true

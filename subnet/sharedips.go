@@ -53,8 +53,9 @@ func (s *sharedPublicIPs) remove(a netip.Addr, l *Lease) (oldest *Lease) {
 	if all == nil {
 		return nil
 	}
-	i, _ := slices.BinarySearchFunc(all, l, compareAge)
-	all = slices.Delete(all, i, i+1)
+	if i, found := slices.BinarySearchFunc(all, l, compareAge); found {
+		all = slices.Delete(all, i, i+1)
+	}
 	if s.leases[a] = all; len(all) == 1 {
 		delete(s.leases, a)
 		s.changed[a] = struct{}{}
@@ -67,7 +68,7 @@ func (s *sharedPublicIPs) all() []SharedPublicIP {
 	for a, leases := range s.leases {
 		all = append(all, SharedPublicIP{a, keysOf(leases)})
 	}
-	slices.SortFunc(all, func(x, y SharedPublicIP) int { return x.PublicIP.Compare(y.PublicIP) })
+	slices.SortFunc(all, compareShared)
 	return all
 }
 
@@ -79,7 +80,9 @@ func keysOf(leases []*Lease) []string {
 	return keys
 }
 
-// changes returns the changes since the last call.
+func compareShared(x, y SharedPublicIP) int { return x.PublicIP.Compare(y.PublicIP) }
+
+// changes returns the changes since the last call, sorted by address.
 func (s *sharedPublicIPs) changes() []SharedPublicIP {
 	var all []SharedPublicIP
 	for a := range s.changed {
@@ -97,5 +100,6 @@ func (s *sharedPublicIPs) changes() []SharedPublicIP {
 	}
 
 	clear(s.changed)
+	slices.SortFunc(all, compareShared)
 	return all
 }

@@ -293,7 +293,7 @@ func (r *Reconciler) reachable(ops []Op) []Op {
 	return slices.DeleteFunc(ops, func(op Op) bool {
 		route, _ := op.Object.(Route)
 		_, known := r.unreachable[route.canonical()]
-		return known
+		return known && !op.Delete
 	})
 }
 

@@ -125,7 +125,9 @@ func (m *monitor) watch() {
 		case <-m.resume:
 		}
 		// Drain may have read the announcement before this goroutine ran.
-		_ = m.raw.Read(func(uintptr) bool { return m.pending() }) // fails if the monitor is closed
+		if err := m.raw.Read(func(uintptr) bool { return m.pending() }); err != nil { // closed
+			return
+		}
 		m.ready.Send()
 	}
 }

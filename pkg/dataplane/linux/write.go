@@ -149,7 +149,7 @@ func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[st
 // gateway alone. index is the index of r's device. beforeDetour returns the detour itself, so that no copy
 // is made, if the destination of r contains the gateway, because packets to the gateway may then take the
 // device of r. It also returns the detour if the route to copy does not exist, is not in the main table,
-// or has several next hops or a nexthop object. The kernel then refuses to create the
+// is not unicast, or has several next hops or a nexthop object. The kernel then refuses to create the
 // detour a second time and to delete it a second time.
 func (k *Kernel) beforeDetour(r dataplane.Route, index int) routeReply {
 	before := routeReply{route: dataplane.NewDetour(r.Gateway, r.Dev), oif: index}
@@ -158,7 +158,7 @@ func (k *Kernel) beforeDetour(r dataplane.Route, index int) routeReply {
 	}
 
 	now, err := k.lookup(r.Gateway)
-	if err != nil || now.table != unix.RT_TABLE_MAIN || now.route.Multipath || now.route.NexthopID != 0 {
+	if err != nil || now.table != unix.RT_TABLE_MAIN || now.route.Type != dataplane.Unicast || now.route.Multipath || now.route.NexthopID != 0 {
 		return before
 	}
 	before.oif = now.oif
