@@ -51,8 +51,13 @@ func (n *Network) watchPods(ctx context.Context) {
 			return
 		}
 
-		looked = n.serving.Load() != nil
-		problem := n.cutOff(ctx)
+		served := n.serving.Load() != nil
+		problem, known := n.cutOff(ctx)
+		looked = served && known
+		if !known {
+			problem = before
+		}
+
 		switch problem {
 		case before:
 		case "":
@@ -73,23 +78,23 @@ func (n *Network) watchPods(ctx context.Context) {
 	}
 }
 
-// cutOff returns what keeps packets from pods, or "". A report of thousands of peers takes memory, so it asks for one only if
+// cutOff returns what keeps packets from pods, or "". known is false if the daemon is too busy to tell. A report of thousands of peers takes memory, so it asks for one only if
 // there are pods.
-func (n *Network) cutOff(ctx context.Context) string {
+func (n *Network) cutOff(ctx context.Context) (problem string, known bool) {
 	now, _ := n.state.Get()
 	brief := status.Report{
 		Lease: statusLease(now.Own), Interface: status.Interface{Name: now.Interface.Name}, Network: status.Network{Prefixes: now.Config.Prefixes()},
 	}
 	if !linux.HasPods(brief) {
-		return ""
+		return "", true
 	}
 
 	report, err := n.reports.report(ctx, status.Query{})
-	if err != nil {
-		return ""
+	if err != nil || report.Kernel.Error != "" && len(report.Peers) == 0 {
+		return "", false
 	}
-	for _, f := range doctor.CutOff(linux.Pods(report)) {
-		return f.Problem
+	if found := doctor.CutOff(linux.Pods(report)); len(found) > 0 {
+		return found[0].Problem, true
 	}
-	return ""
+	return "", true
 }
