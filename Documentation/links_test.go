@@ -70,12 +70,13 @@ func TestAnchors(t *testing.T) {
 }
 
 // TestLinks checks that links within the project lead to existing files and headings, and that each page is linked from
-// another page, except for three READMEs where readers begin, and the template of issues. The folder Documentation must not
+// another page, except for three READMEs where readers begin, and the templates of issues and pull requests. The folder Documentation must not
 // link to code, which packages do not have.
 func TestLinks(t *testing.T) {
 	all := pages(t)
 	linked := map[string]bool{
-		"../README.md": true, "../backend/README.md": true, "../dist/kubernetes/chart/README.md": true, "../.github/ISSUE_TEMPLATE/problem.md": true,
+		"../README.md": true, "../backend/README.md": true, "../dist/kubernetes/chart/README.md": true,
+		"../.github/ISSUE_TEMPLATE/problem.md": true, "../.github/ISSUE_TEMPLATE/wish.md": true, "../.github/PULL_REQUEST_TEMPLATE.md": true,
 	}
 	code := regexp.MustCompile(`^\.\./(\.github|backend|cmd|pkg|subnet|test)/`)
 	for path, text := range all {
