@@ -54,12 +54,28 @@ func newCNI(t *testing.T, h *lab.Host, version, keys string) *cni {
 	if version == "1.1.0" {
 		from = newPlugins
 	}
+	return newCNIFrom(t, h, from, fmt.Sprintf(`{"name":"cbr0","cniVersion":%q,"plugins":[
+		{"type":"flannel",%s},
+		{"type":"portmap","capabilities":{"portMappings":true}}]}`, version, keys))
+}
+
+// newCNIFrom installs the plugins of a list on a host and returns its container runtime. All plugins
+// except flannel, and those that flannel calls, are in the folder from.
+func newCNIFrom(t *testing.T, h *lab.Host, from, plugins string) *cni {
+	t.Helper()
+	list, err := libcni.ConfListFromBytes([]byte(plugins))
+	if err != nil {
+		t.Fatal(err)
+	}
 	if err := os.MkdirAll(h.Path(ownPlugins), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	for name, dir := range map[string]string{
-		"flannel": filepath.Dir(flanneld()), "bridge": from, "host-local": from, "portmap": from,
-	} {
+	folders := map[string]string{"bridge": from, "host-local": from}
+	for _, plugin := range list.Plugins {
+		folders[plugin.Network.Type] = from
+	}
+	folders["flannel"] = filepath.Dir(flanneld())
+	for name, dir := range folders {
 		binary, err := os.ReadFile(filepath.Join(dir, name))
 		if err != nil {
 			t.Fatalf("a plugin is missing (make deps components build): %v", err)
@@ -67,12 +83,6 @@ func newCNI(t *testing.T, h *lab.Host, version, keys string) *cni {
 		if err := writeProgram(h.Path(filepath.Join(ownPlugins, name)), binary, 0o700); err != nil {
 			t.Fatal(err)
 		}
-	}
-	list, err := libcni.ConfListFromBytes(fmt.Appendf(nil, `{"name":"cbr0","cniVersion":%q,"plugins":[
-		{"type":"flannel",%s},
-		{"type":"portmap","capabilities":{"portMappings":true}}]}`, version, keys))
-	if err != nil {
-		t.Fatal(err)
 	}
 	return &cni{t, h, list}
 }

@@ -3,9 +3,11 @@
 package e2e
 
 import (
+	"bytes"
 	"crypto/x509"
 	"debug/elf"
 	"encoding/json"
+	"errors"
 	"io/fs"
 	"os"
 	"os/exec"
@@ -91,8 +93,8 @@ func extract(t *testing.T, archive, dir string) {
 	}
 }
 
-// TestImage checks that the image contains all programs that flannel's manifests call, and that
-// they work with only the files of the image. It also checks the entry point, the CA
+// TestImage checks that the image contains all programs that the manifests of flannel and of
+// distributions call, and that they work with only the files of the image. It also checks the entry point, the CA
 // certificates, and that no file is setuid or setgid.
 //
 //stages:rest it builds images
@@ -136,13 +138,23 @@ func TestImage(t *testing.T) {
 	run("/opt/bin/flanneld", "--version")
 	run("flannelctl", "version")
 	run("/opt/bin/install-conf", "/etc/kube-flannel/cni-conf.json", "/etc/cni/net.d/10-flannel.conflist")
-	run("cp", "-f", "/etc/kube-flannel/cni-conf.json", "/etc/cni/net.d/20-copied.conflist")
-	for _, name := range []string{"10-flannel.conflist", "20-copied.conflist"} {
-		if text, err := os.ReadFile(filepath.Join(root, "etc/cni/net.d", name)); err != nil || string(text) != `{"name":"cbr0"}` {
-			t.Errorf("%s contains %q (%v), want the configuration that was installed", name, text, err)
+	if text, err := os.ReadFile(filepath.Join(root, "etc/cni/net.d/10-flannel.conflist")); err != nil || string(text) != `{"name":"cbr0"}` {
+		t.Errorf("install-conf has written %q (%v), want the configuration that it installs", text, err)
+	}
+	for _, d := range distributions(t) {
+		for _, command := range d.Init {
+			copied := filepath.Join(root, command[len(command)-1])
+			if err := os.RemoveAll(copied); err != nil {
+				t.Fatal(err)
+			}
+			run(command...)
+			want, errWant := os.ReadFile(filepath.Join(root, command[len(command)-2]))
+			got, err := os.ReadFile(copied)
+			if err := errors.Join(errWant, err); err != nil || len(want) == 0 || !bytes.Equal(got, want) {
+				t.Errorf("%s: %s: %v, want a copy", d.name, strings.Join(command, " "), err)
+			}
 		}
 	}
-	run("cp", "-f", "/flannel", "/opt/cni/bin/flannel") // as flannel's manifests do with the image of the CNI plugin
 	if info, err := os.Lstat(filepath.Join(root, "opt/cni/bin/flannel")); err != nil || !info.Mode().IsRegular() || info.Size() < 1<<20 {
 		t.Errorf("the CNI plugin is %v (%v), want a regular file of at least 1 MiB", info, err)
 	}

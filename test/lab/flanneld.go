@@ -9,7 +9,6 @@ import (
 	"io"
 	"net/http"
 	"os"
-	"slices"
 	"strings"
 	"time"
 
@@ -57,8 +56,13 @@ func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, e
 		return nil, fmt.Errorf("start flanneld: %w", err)
 	}
 	d := &Daemon{process: p, host: h, files: h.lab.subnetFiles()}
-	if slices.ContainsFunc(o.Args, func(arg string) bool { return strings.Contains(arg, "networks") }) {
-		d.files = nil // the lab does not know the networks of these flags
+	for _, arg := range o.Args {
+		if file, ok := strings.CutPrefix(arg, "--subnet-file="); ok {
+			d.files = []string{file}
+		} else if strings.Contains(arg, "networks") {
+			d.files = nil // the lab does not know the networks of these flags
+			break
+		}
 	}
 
 	h.mu.Lock()
