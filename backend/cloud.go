@@ -40,7 +40,6 @@ func (o *Overflow) UnmarshalJSON(raw []byte) (err error) {
 	return err
 }
 
-// errOverflow is the error about a value of Overflow that contains no type.
 var errOverflow = errors.New(`Overflow: want "vxlan", or an object with this Type and its keys`)
 
 // CheckCluster returns an error unless name can be the value of the key Cluster of a cloud's
@@ -161,15 +160,14 @@ func (n *cloudNetwork) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	return o, oneline.Join(failed, err)
 }
 
-// cloudHosts returns all other hosts that have a lease. Hosts whose lease is refused are included
-// and marked, because the routes to them must stay. A host of whose lease only one family is
-// refused occurs twice: once with the families that are served, and once marked.
+// cloudHosts includes the hosts whose lease is refused, marked, because the routes to them must stay.
 func cloudHosts(peers Set) []cloud.Host {
 	var all []cloud.Host
 	for _, l := range peers.Leases {
 		all = append(all, cloudHost(l))
 	}
 	if peers.Refused != nil {
+		// If one family of a lease is refused, its host is in the list a second time.
 		for _, l := range peers.Refused() {
 			h := cloudHost(l)
 			h.Refused = true

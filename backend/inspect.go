@@ -62,8 +62,7 @@ type Overflower interface {
 	Overflow() OverflowReport
 }
 
-// OverflowReport contains the numbers of peers that this host reaches by the cloud and by the tunnel. It
-// also says what is wrong with the cloud's routes to this host.
+// OverflowReport says how many peers this host reaches in which way.
 type OverflowReport struct {
 	Tunnel            string // type of the tunnel's backend
 	ByCloud, ByTunnel int    // numbers of peers
@@ -133,7 +132,8 @@ func (s *Syncer) inspect(objects bool) Inspection {
 		in.Counts = inspector.Counts()
 	}
 	if path, ok := s.Network.(DataPath); ok {
-		in.Mode, in.Dropped = path.Mode(), path.Dropped()
+		in.Mode = path.Mode()
+		in.Dropped = path.Dropped()
 	}
 	if router, ok := s.Network.(CloudRouter); ok {
 		report := router.CloudRoutes()
@@ -164,7 +164,6 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	return in
 }
 
-// pathMTUs returns the value of PeerReport.PathMTUs for the lease l.
 func pathMTUs(s PathSizer, l *subnet.Lease) map[netip.Prefix]int {
 	var mtus map[netip.Prefix]int
 	for _, e := range l.Endpoints {

@@ -43,14 +43,13 @@ func (e Env) Reconciler(ctx context.Context, scope dataplane.Scope) (r Reconcile
 	return e.narrowing(ctx, r, scope)
 }
 
-// narrowing returns a Reconciler that wraps r. Closing it closes r. If narrowing returns an error,
-// it has closed r. The first MTU of each path is the one that flanneld's route has in the kernel,
-// if any.
+// narrowing wraps r, which it closes if it fails.
 func (e Env) narrowing(ctx context.Context, r Reconciler, scope dataplane.Scope) (Reconciler, error) {
 	have, err := e.Kernel.Read(ctx, scope)
 	if err != nil {
 		return nil, oneline.Join(fmt.Errorf("read kernel state: %w", err), r.Close())
 	}
+	// After a restart the paths keep the MTUs that this daemon's routes have in the kernel.
 	before := map[netip.Prefix]int{}
 	for route := range have.AllRoutes() {
 		if route.MTU > 0 && route.Protocol == dataplane.Protocol && slices.Contains(scope.Devices, route.Dev) {
@@ -84,10 +83,9 @@ func (n *narrowing) Close() error {
 	return n.Reconciler.Close()
 }
 
-// changed returns keys with the keys of further peers: those with a path whose MTU has changed
-// since the last call. It does not change keys.
+// changed adds the keys of the peers with a path whose MTU has changed since the last call.
 func (n *narrowing) changed(keys []string) []string {
-	all := slices.Clone(keys)
+	all := slices.Clone(keys) // they belong to the caller of Sync
 	for _, key := range n.prober.Take() {
 		if !slices.Contains(keys, key) {
 			all = append(all, key)
@@ -96,25 +94,16 @@ func (n *narrowing) changed(keys []string) []string {
 	return all
 }
 
-// size returns the result of PathSizer.PathMTU for subnet.
-func (n *narrowing) size(subnet netip.Prefix) int { return n.prober.Size(subnet) }
-
-// retain stops the search for the MTUs of peers that have no lease in leases.
-func (n *narrowing) retain(leases map[string]*subnet.Lease) {
-	n.prober.Retain(func(key string) bool { return leases[key] != nil })
-}
-
-// narrow returns the objects of the peer with lease l. Each route whose path is narrow gets the MTU
-// of that path. If there is only one route to the whole network, a subnet with a narrow path gets a
-// route of its own. narrow also makes the prober search for the MTUs of the present paths to that
-// peer, and stop the search for those of former paths. It may change the array of objects, so the
-// caller must not use objects any more. It is safe for concurrent use.
+// narrow sets the MTUs of narrow paths on the routes in objects, whose array it may change. It is
+// safe for concurrent use.
 func (n *narrowing) narrow(l subnet.Lease, objects []dataplane.Object, base dataplane.State) []dataplane.Object {
 	var paths []pathmtu.Path
 	var routes []dataplane.Route
 	for _, e := range l.Endpoints {
 		r, ok := routeTo(e.Subnet, objects)
 		if !ok {
+			// There may be only one route to the whole network. A subnet with a narrow path then
+			// gets a route of its own.
 			r, ok = n.wide(e.Subnet, base)
 		}
 		path, onDevice := pathBy(r, e, base)
@@ -124,7 +113,7 @@ func (n *narrowing) narrow(l subnet.Lease, objects []dataplane.Object, base data
 		}
 	}
 
-	n.prober.Aim(l.Key, paths)
+	n.prober.Aim(l.Key, paths) // and no longer at former paths to the peer
 	for i, r := range routes {
 		mtu := n.prober.Size(paths[i].Subnet)
 		if mtu == 0 {
@@ -137,7 +126,6 @@ func (n *narrowing) narrow(l subnet.Lease, objects []dataplane.Object, base data
 	return objects
 }
 
-// routeTo returns the route to dst in objects, and whether there is one.
 func routeTo(dst netip.Prefix, objects []dataplane.Object) (dataplane.Route, bool) {
 	for _, o := range objects {
 		if r, ok := o.(dataplane.Route); ok && r.Dst == dst {
@@ -147,8 +135,7 @@ func routeTo(dst netip.Prefix, objects []dataplane.Object) (dataplane.Route, boo
 	return dataplane.Route{}, false
 }
 
-// wide returns a route to dst alone. It uses the device of base's route to the network that
-// contains dst. ok is false if base has no such route.
+// wide makes a route to dst alone, through the device of base's route to the network around it.
 func (n *narrowing) wide(dst netip.Prefix, base dataplane.State) (dataplane.Route, bool) {
 	for _, network := range n.scope.Networks {
 		if !prefix.Contains(network, dst) {
@@ -163,8 +150,8 @@ func (n *narrowing) wide(dst netip.Prefix, base dataplane.State) (dataplane.Rout
 	return dataplane.Route{}, false
 }
 
-// pathBy returns the path that packets of route r take to endpoint e. ok is true if base contains
-// the device of r, and an address of the family of e on that device.
+// pathBy returns the path that packets of route r take to endpoint e. ok is false if the echo
+// requests would have no address to come from.
 func pathBy(r dataplane.Route, e subnet.Endpoint, base dataplane.State) (_ pathmtu.Path, ok bool) {
 	link, ok := base.Links[r.Dev]
 	if !ok {

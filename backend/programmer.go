@@ -19,6 +19,10 @@ import (
 
 var _ Sweeper = (*dataplane.Reconciler)(nil)
 
+// volatilePause is the least time between two calls of Desired for all peers because of routes. A
+// router may change its routes all the time.
+const volatilePause = time.Second
+
 // Programmer is the common part of the networks of all kernel backends. It makes the
 // kernel's state match the leases of the peers.
 type Programmer struct {
@@ -27,11 +31,10 @@ type Programmer struct {
 	// Desired returns the objects that the kernel should have for one peer's lease. It
 	// must be safe for concurrent use. Desired is nil if peers need no objects.
 	Desired func(context.Context, subnet.Lease) ([]dataplane.Object, error)
-	// Volatile is not zero if the result of Desired also depends on routes of the host. Sync then
-	// calls Desired for all peers after a change of such routes, and in passes without a changed
-	// lease. Volatile is the least time between two such rounds of calls. Zero means that the result
-	// of Desired depends on the lease only.
-	Volatile time.Duration
+	// Volatile is set if the result of Desired also depends on routes of the host, as with direct
+	// routing. Sync then calls Desired for all peers after a change of such routes, and in passes
+	// without a changed lease, but at most once a second.
+	Volatile bool
 
 	Reconciler
 
@@ -41,9 +44,9 @@ type Programmer struct {
 	stale    bool                          // the results of Desired may be out of date
 }
 
-// SetUp makes the kernel contain Base. It removes only objects that conflict with Base. It returns
-// an error if a route of Base is refused, for example because a device of another program is directly
-// connected to the destination. See outcome.
+// SetUp makes the kernel contain Base. It removes only objects that conflict with Base. It returns an
+// error if a route of Base is refused, for example because a device of another program is directly
+// connected to the destination.
 func (p *Programmer) SetUp(ctx context.Context) error {
 	base := dataplane.NewState()
 	base.AddState(p.Base)
@@ -57,8 +60,8 @@ func (p *Programmer) SetUp(ctx context.Context) error {
 // Sync calls Desired for all peers.
 func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	peers = p.WithResized(peers)
-	p.stale = p.stale || p.Volatile > 0 && len(peers.Changed) == 0
-	if peers.All || p.objects == nil || p.stale && time.Since(p.lastCall) >= p.Volatile {
+	p.stale = p.stale || p.Volatile && len(peers.Changed) == 0
+	if peers.All || p.objects == nil || p.stale && time.Since(p.lastCall) >= volatilePause {
 		return p.all(ctx, peers)
 	}
 
@@ -78,9 +81,9 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 
 	report, err := p.Update(ctx, removed, added, peers.Complete)
 	o, refused := p.outcome(report)
-	p.stale = p.stale || p.Volatile > 0 && report.Rerouted // this pass has called Desired only for changed leases
+	p.stale = p.stale || p.Volatile && report.Rerouted // this pass has called Desired only for changed leases
 	if p.stale {
-		o.Again = max(p.Volatile-time.Since(p.lastCall), time.Nanosecond)
+		o.Again = max(volatilePause-time.Since(p.lastCall), time.Nanosecond)
 	}
 	return o, oneline.Join(err, refused)
 }
@@ -89,7 +92,7 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 // has changed since the last call. Sync calls it. A network that reads Changed itself before it
 // calls Sync must call WithResized first, and pass the result to Sync.
 func (p *Programmer) WithResized(peers Set) Set {
-	if n := p.narrower(); n != nil {
+	if n, ok := p.Reconciler.(*narrowing); ok {
 		peers.Changed = n.changed(peers.Changed)
 	}
 	return peers
@@ -104,12 +107,13 @@ func (p *Programmer) Objects(key string) []ObjectReport {
 	return hs
 }
 
-// all calls Desired for all peers, and makes the kernel match Base and the results. If Desired
-// fails, all writes nothing.
 func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
-	p.objects, p.keys, p.lastCall, p.stale = nil, nil, time.Now(), false
-	if n := p.narrower(); n != nil {
-		n.retain(peers.Leases)
+	p.objects = nil // until Desired has succeeded for every peer
+	p.keys = nil
+	p.lastCall = time.Now()
+	p.stale = false
+	if n, ok := p.Reconciler.(*narrowing); ok {
+		n.prober.Retain(func(key string) bool { return peers.Leases[key] != nil })
 	}
 
 	keys := slices.Collect(maps.Keys(peers.Leases))
@@ -128,54 +132,38 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	for _, of := range p.objects {
 		want.Add(of...)
 	}
-
 	want.AddState(p.Base)
 	report, err := p.Reconcile(ctx, want, peers.Complete)
+
+	// A route that changed during this pass may have changed after Desired had looked at it.
 	o, refused := p.outcome(report)
-	if p.stale = p.Volatile > 0 && report.Rerouted; p.stale { // the change may have happened after the calls of Desired
-		o.Again = p.Volatile
+	p.stale = p.Volatile && report.Rerouted
+	if p.stale {
+		o.Again = volatilePause
 	}
 	return o, oneline.Join(err, refused)
 }
 
-// desired returns the wanted objects of the peer with the lease key, with the MTUs of narrow paths.
-// It returns none if the peer has no lease in peers.
 func (p *Programmer) desired(ctx context.Context, key string, peers Set) (objects []dataplane.Object, err error) {
 	l, ok := peers.Leases[key]
-	n := p.narrower()
 	if !ok {
-		l = &subnet.Lease{Key: key} // without subnets
+		l = &subnet.Lease{Key: key} // without subnets, so the search for its path MTUs ends
 	} else if p.Desired != nil {
 		if objects, err = p.Desired(ctx, *l); err != nil {
 			return nil, fmt.Errorf("lease %s: %w", key, err)
 		}
 	}
-	if n != nil {
+
+	if n, ok := p.Reconciler.(*narrowing); ok {
 		objects = n.narrow(*l, objects, p.Base)
 	}
 	return objects, nil
 }
 
-// narrower is a Reconciler that also finds the MTUs of the paths to peers, and gives their routes these
-// MTUs.
-type narrower interface {
-	Reconciler
-	changed(keys []string) []string         // returns keys, and the keys of peers whose path MTU has changed since the last call
-	retain(leases map[string]*subnet.Lease) // forgets the peers without a lease in leases
-	narrow(l subnet.Lease, objects []dataplane.Object, base dataplane.State) []dataplane.Object
-	size(subnet netip.Prefix) int // see PathMTU
-}
-
-// narrower returns the Reconciler if that finds the MTUs of paths, and otherwise nil.
-func (p *Programmer) narrower() narrower {
-	n, _ := p.Reconciler.(narrower)
-	return n
-}
-
 // PathMTU implements PathSizer.
 func (p *Programmer) PathMTU(subnet netip.Prefix) int {
-	if n := p.narrower(); n != nil {
-		return n.size(subnet)
+	if n, ok := p.Reconciler.(*narrowing); ok {
+		return n.prober.Size(subnet)
 	}
 	return 0
 }
@@ -198,7 +186,6 @@ func (p *Programmer) index(key string, objects []dataplane.Object) {
 	}
 }
 
-// key returns the key of the lease that needs a route to dst, or "" if none does.
 func (p *Programmer) key(dst netip.Prefix) string {
 	if p.keys == nil {
 		p.keys = make(map[netip.Prefix]string, len(p.objects))
@@ -218,26 +205,25 @@ func (p *Programmer) forget(key string) {
 	delete(p.objects, key)
 }
 
-// outcome translates a report about routes into an Outcome about leases. A refused route
-// of Base belongs to no peer. outcome returns an error about it if the conflict is with
-// another device than that of the route, because that device may receive the packets to
-// all peers.
 func (p *Programmer) outcome(r dataplane.Report) (Outcome, error) {
 	o := Outcome{Repaired: r.Repaired, Retry: r.Unreachable}
 	var errs []error
 	for _, refusal := range r.Refused {
 		route := refusal.Route
-		switch {
-		case len(p.Base.Routes[route.Dst]) == 0:
+		if len(p.Base.Routes[route.Dst]) == 0 {
 			o.Refused = append(o.Refused, subnet.Refusal{Key: p.key(route.Dst), Reason: refusal.Reason})
-		case refusal.Dev != route.Dev: // otherwise an address on the backend's own device has created the route
+			continue
+		}
+
+		// A route of Base belongs to no peer. If an address on the backend's own device has created
+		// the refusing route, packets arrive all the same. Another device may receive those to all peers.
+		if refusal.Dev != route.Dev {
 			errs = append(errs, fmt.Errorf("put %s: %s", route, refusal.Reason))
 		}
 	}
 	return o, oneline.Join(errs...)
 }
 
-// without returns the objects of a that are not in b. Both are short.
 func without(a, b []dataplane.Object) []dataplane.Object {
 	var rest []dataplane.Object
 	for _, o := range a {

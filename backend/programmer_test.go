@@ -84,14 +84,15 @@ func TestConflictWithRouteOfAllPeers(t *testing.T) {
 }
 
 // TestVolatileCallsDesiredAgain changes a route of the host, and the next passes are for a changed
-// lease. Until the time Volatile has passed, they must call Desired only for that lease, and ask
+// lease. Until volatilePause has passed, they must call Desired only for that lease, and ask
 // for another pass. The first pass after that must call Desired once for each peer.
 func TestVolatileCallsDesiredAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kernel := dataplanetest.New()
 		p := programmer(t, kernel, time.Hour)
 		calls, desired := 0, p.Desired
-		p.Volatile, p.Desired = time.Second, func(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
+		p.Volatile = true
+		p.Desired = func(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 			calls++
 			return desired(ctx, l)
 		}
@@ -126,7 +127,7 @@ func TestVolatileCallsDesiredAgain(t *testing.T) {
 			{"no lease so soon again", func() {}, backend.Set{}, 0, true},
 			{"all leases and a route", reroute, backend.Set{All: true}, 5, true},
 			{"a lease, because of that route", func() { advance(time.Second) }, backend.Set{Changed: []string{"host4"}}, 5, false},
-			{"no lease, and only leases matter", func() { p.Volatile = 0; advance(time.Second) }, backend.Set{}, 0, false},
+			{"no lease, and only leases matter", func() { p.Volatile = false; advance(time.Second) }, backend.Set{}, 0, false},
 			{"a route, and only leases matter", reroute, backend.Set{Changed: []string{"host4"}}, 1, false},
 			{"all leases and a route, and only leases matter", reroute, backend.Set{All: true}, 5, false},
 		} {

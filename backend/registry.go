@@ -90,7 +90,6 @@ func (r Registry) WithLocations(l Locate) Registry {
 	return r
 }
 
-// noMigration refuses configurations with a next backend.
 func noMigration(Env, func(Env) (Backend, []string, error)) (Backend, []string, error) {
 	return nil, nil, errors.New("NextBackend is not supported")
 }
@@ -108,40 +107,42 @@ func (r Registry) New(env Env) (Backend, []string, error) {
 	return r.one(env)
 }
 
-// one creates the backend for Config.BackendType and Config.Backend in env, which includes that of
-// Overflow or SameLocation. It ignores a next backend.
+// one ignores a next backend.
 func (r Registry) one(env Env) (Backend, []string, error) {
 	cfg := env.Config
 	entry, ok := r.entries[cfg.BackendType]
-	switch {
-	case ok:
-		raw, probes, err := r.probesMTU(cfg.Backend, entry)
-		if err != nil {
-			return nil, nil, err
+	if !ok {
+		types := strings.Join(r.Types(), ", ")
+		if cfg.Backend == nil {
+			return nil, nil, fmt.Errorf("%w: the network configuration has no Backend, which means %q: set Backend.Type to one of %s",
+				ErrUnknownType, cfg.BackendType, types)
 		}
-		env.ProbesMTU = probes
-		b, warnings, err := entry.Factory(raw, env)
-		if c, ok := b.(*CloudBackend); err == nil && ok && c.Overflow.Type != "" {
-			return r.overflow(c, warnings)
-		}
-		if s, ok := b.(Surrounding); err == nil && ok && s.SameLocation().Type != "" {
-			return r.located(env, func(env Env) (Backend, []string, error) { return entry.Factory(raw, env) }, s.SameLocation())
-		}
-		return b, warnings, err
-
-	case cfg.Backend == nil:
-		return nil, nil, fmt.Errorf("%w: the network configuration has no Backend, which means %q: set Backend.Type to one of %s",
-			ErrUnknownType, cfg.BackendType, strings.Join(r.Types(), ", "))
-	default:
-		return nil, nil, fmt.Errorf("%w %q: Backend.Type must be one of %s", ErrUnknownType, cfg.BackendType, strings.Join(r.Types(), ", "))
+		return nil, nil, fmt.Errorf("%w %q: Backend.Type must be one of %s", ErrUnknownType, cfg.BackendType, types)
 	}
+
+	raw, probes, err := r.probesMTU(cfg.Backend, entry)
+	if err != nil {
+		return nil, nil, err
+	}
+	env.ProbesMTU = probes
+	b, warnings, err := entry.Factory(raw, env)
+	if err != nil {
+		return nil, nil, err
+	}
+
+	if c, ok := b.(*CloudBackend); ok && c.Overflow.Type != "" {
+		return r.overflow(c, warnings)
+	}
+	if s, ok := b.(Surrounding); ok && s.SameLocation().Type != "" {
+		return r.located(env, func(env Env) (Backend, []string, error) { return entry.Factory(raw, env) }, s.SameLocation())
+	}
+	return b, warnings, nil
 }
 
-// overflow returns the backend for a cloud c with a tunnel. warnings are those about c. The result
-// also contains those about the tunnel.
 func (r Registry) overflow(c *CloudBackend, warnings []string) (Backend, []string, error) {
 	if tunnel := r.entries[c.Overflow.Type]; !tunnel.Overflows || r.combine == nil {
-		return nil, nil, fmt.Errorf("Backend.Overflow is %q: want %s, or an object with this Type and its keys", subnet.Shorten(c.Overflow.Type), strings.Join(r.tunnels(), ", "))
+		return nil, nil, fmt.Errorf("Backend.Overflow is %q: want %s, or an object with this Type and its keys",
+			subnet.Shorten(c.Overflow.Type), r.list(func(e Entry) bool { return e.Overflows }))
 	}
 
 	env := c.Env
@@ -159,18 +160,11 @@ func (r Registry) overflow(c *CloudBackend, warnings []string) (Backend, []strin
 	return r.combine(c, tunnel), warnings, nil
 }
 
-// tunnels returns the types that Overflow may have, in alphabetical order.
-func (r Registry) tunnels() []string {
-	return slices.DeleteFunc(r.Types(), func(t string) bool { return !r.entries[t].Overflows })
-}
-
-// located returns the backend for a configuration with SameLocation. It refuses MTU "probe": the
-// MTU of a path needs a route to the peer alone, and with locations only the backend inside may
-// have such a route.
 func (r Registry) located(env Env, between func(Env) (Backend, []string, error), same SameLocation) (Backend, []string, error) {
 	entry := r.entries[same.Type]
 	if !entry.Inside || r.locate == nil {
-		return nil, nil, fmt.Errorf("Backend.SameLocation is %q: want one of %s, or an object with this Type and its keys", subnet.Shorten(same.Type), strings.Join(r.insides(), ", "))
+		return nil, nil, fmt.Errorf("Backend.SameLocation is %q: want one of %s, or an object with this Type and its keys",
+			subnet.Shorten(same.Type), r.list(func(e Entry) bool { return e.Inside }))
 	}
 
 	_, probes, err := r.probesMTU(same.Raw, entry)
@@ -178,6 +172,8 @@ func (r Registry) located(env Env, between func(Env) (Backend, []string, error),
 		return nil, nil, fmt.Errorf("SameLocation: %w", err)
 	}
 	if probes || env.ProbesMTU {
+		// The MTU of a path needs a route to the peer alone. With locations only the backend inside
+		// may have such a route.
 		return nil, nil, fmt.Errorf("Backend has both MTU %q and SameLocation, which do not work together: remove one of them", probe)
 	}
 
@@ -189,13 +185,13 @@ func (r Registry) located(env Env, between func(Env) (Backend, []string, error),
 	return r.locate(env, same, between, inside)
 }
 
-// insides returns the types that SameLocation may have, in alphabetical order.
-func (r Registry) insides() []string {
-	return slices.DeleteFunc(r.Types(), func(t string) bool { return !r.entries[t].Inside })
-}
-
 // Types returns the types of all backends in alphabetical order.
 func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.entries)) }
+
+func (r Registry) list(has func(Entry) bool) string {
+	types := slices.DeleteFunc(r.Types(), func(t string) bool { return !has(r.entries[t]) })
+	return strings.Join(types, ", ")
+}
 
 // OneThread reports whether Entry.OneThread is set for all backends of cfg. A backend that Overflow or
 // SameLocation names does not count.
@@ -233,10 +229,6 @@ type Catalog struct {
 // probe is the value of Backend.MTU that makes each host find the MTU of each path.
 const probe = "probe"
 
-// probesMTU reports whether Backend.MTU in raw is "probe". If so, it returns raw without the key
-// MTU, because no backend knows that value: devices then have the default MTU. Otherwise it returns
-// raw. It returns an error in two cases: MTU is "probe" and backend e does not find MTUs, or MTU is
-// another text and backend e does find MTUs.
 func (r Registry) probesMTU(raw json.RawMessage, e Entry) (_ json.RawMessage, probes bool, err error) {
 	var keys struct{ MTU json.RawMessage }
 	var text string
@@ -246,16 +238,12 @@ func (r Registry) probesMTU(raw json.RawMessage, e Entry) (_ json.RawMessage, pr
 
 	switch known := strings.EqualFold(text, probe); {
 	case known && e.ProbesMTU:
+		// No factory knows the value. Without the key devices have the default MTU.
 		return subnet.WithoutKey(raw, "MTU"), true, nil
 	case known:
-		return nil, false, fmt.Errorf("Backend.MTU is %q, which the backend %s does not know: want one of %s as Backend.Type", probe, e.Type, strings.Join(r.probing(), ", "))
+		return nil, false, fmt.Errorf("Backend.MTU is %q, which the backend %s does not know: want one of %s as Backend.Type", probe, e.Type, r.list(func(e Entry) bool { return e.ProbesMTU }))
 	case e.ProbesMTU:
 		return nil, false, fmt.Errorf("Backend.MTU is %q: want %q or a number of bytes", subnet.Shorten(text), probe)
 	}
 	return raw, false, nil
-}
-
-// probing returns the types of the backends that find MTUs, in alphabetical order.
-func (r Registry) probing() []string {
-	return slices.DeleteFunc(r.Types(), func(t string) bool { return !r.entries[t].ProbesMTU })
 }

@@ -26,9 +26,6 @@ func newRepairs() *repair.Limiter {
 	return repair.New(repairRate, repairBurst, "repaired what another program had changed", "entries")
 }
 
-// forward calls wake when changed receives, until ctx ends. After each call it waits for
-// quiet, or for as long as repairs requires if that is longer. A nil channel never
-// receives.
 func forward(ctx context.Context, changed <-chan struct{}, repairs *repair.Limiter, wake func()) {
 	for {
 		select {
@@ -36,6 +33,7 @@ func forward(ctx context.Context, changed <-chan struct{}, repairs *repair.Limit
 			return
 		case <-changed:
 		}
+
 		wake()
 		if wait.For(ctx, max(quiet, repairs.Pause())) != nil {
 			return

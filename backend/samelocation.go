@@ -23,13 +23,10 @@ func (s *SameLocation) UnmarshalJSON(raw []byte) (err error) {
 	return err
 }
 
-// errSameLocation is the error about a value of SameLocation that contains no type.
 var errSameLocation = errors.New(`SameLocation: want "vxlan" or "host-gw", or an object with this Type and its keys`)
 
-// decodeInner decodes the value of a key that names another backend: its type, or an object with
-// its type and keys. It returns the type in lower case. object is nil if the value is only a type.
-// If the value contains no type, decodeInner returns the error that the caller passes in wrong. If
-// the value is null, all results are zero, and there is no error.
+// decodeInner decodes a value that names another backend: its type, as text, or an object with the
+// type and its keys. It returns wrong if there is no type in it.
 func decodeInner(raw []byte, wrong error) (kind string, object json.RawMessage, err error) {
 	if string(raw) == "null" {
 		return "", nil, nil
@@ -39,7 +36,8 @@ func decodeInner(raw []byte, wrong error) (kind string, object json.RawMessage, 
 		if json.Unmarshal(raw, &typed) != nil {
 			return "", nil, wrong
 		}
-		kind, object = typed.Type, slices.Clone(raw)
+		kind = typed.Type
+		object = slices.Clone(raw)
 	}
 	if kind == "" {
 		return "", nil, wrong

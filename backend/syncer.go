@@ -97,10 +97,9 @@ func NewSyncer(c SyncerConfig) *Syncer {
 	return s
 }
 
-// claimantOf returns own with its identities. If a check fails, no identity of a peer contradicts own.
 func claimantOf(n Network, own subnet.Lease) subnet.Claimant {
 	c := subnet.Claimant{Lease: &own}
-	c.Identities, _ = n.Check(own)
+	c.Identities, _ = n.Check(own) // without identities no peer contradicts this host
 	if s, ok := n.(Selector); ok {
 		ids, _ := s.CheckNext(own)
 		c.Identities = slices.Concat(c.Identities, ids)
@@ -162,23 +161,24 @@ func (s *Syncer) Run(ctx context.Context) error {
 	return s.loop.Run(ctx)
 }
 
-// step makes one pass. It logs the result and passes it to OnSync. An error that step returns only
-// makes the loop run step again. If ctx ends during the pass, step ignores the result.
+// step makes one pass. Its error only makes the loop run it again.
 func (s *Syncer) step(ctx context.Context) error {
 	begin := time.Now()
 	set, pass := s.advance(ctx)
 	outcome, err := s.Network.Sync(ctx, set)
 	if ctx.Err() != nil {
-		return nil
+		return nil // err may be about the end of ctx
 	}
+
 	s.repairs.Note(ctx, outcome.Repaired)
 	s.log.refusals(ctx, s.mayDiffer(set, outcome.Refused, err != nil), s.reason)
 	if set.Complete { // before that, the leases are those on disk, which the last process has logged
 		s.log.shared(ctx, s.arbiter.SharedChanges())
 	}
-
 	s.log.result(ctx, err)
-	if s.err = err; err == nil {
+
+	s.err = err
+	if err == nil {
 		s.lastSync = time.Now()
 	}
 	if s.OnSync != nil {
@@ -194,10 +194,7 @@ func (s *Syncer) step(ctx context.Context) error {
 	return s.again(outcome)
 }
 
-// again returns the error loop.After, with the time after which the loop must make another pass
-// although this one had no error. It returns nil if no such pass is needed. Refusals have a backoff
-// of their own, because a peer may be refused forever. The backoff of the loop is for passes that
-// fail.
+// again returns loop.After if another pass is needed although this one had no error.
 func (s *Syncer) again(o Outcome) error {
 	after := o.Again
 	if o.Recheck {
@@ -207,6 +204,9 @@ func (s *Syncer) again(o Outcome) error {
 		s.mu.Unlock()
 		after = time.Nanosecond
 	}
+
+	// A peer may be refused forever, so refusals have a backoff of their own. The backoff of the loop
+	// is for passes that fail.
 	if !o.Retry {
 		s.retry.Reset()
 	} else if pause := s.retry.Next(); after == 0 || pause < after {
@@ -218,10 +218,8 @@ func (s *Syncer) again(o Outcome) error {
 	return loop.After(after)
 }
 
-// advance passes the published changes to the arbiter. It returns the set of peers that can be
-// served, and what the pass knows before it begins. It refuses leases of another backend, leases with unusable
-// data, and leases that conflict with this host's lease or an older one. A refusal does not affect
-// other leases.
+// advance passes the published changes to the arbiter. It returns the peers to serve, and what the
+// pass knows before it begins.
 func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -229,11 +227,16 @@ func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 	set = Set{All: s.all || expired, Complete: s.complete, Unreadable: s.Ledger.HasUnreadable()}
 	pass = Pass{Answered: s.answered, Complete: s.complete, News: s.news || expired}
 
-	// The leases that are gone come first, so that leases in their place do not contradict
-	// them.
-	set.Changed = slices.SortedFunc(maps.Keys(s.changed), func(a, b string) int {
-		return compareBool(s.Ledger.Lease(a) != nil, s.Ledger.Lease(b) != nil)
-	})
+	// The leases that are gone come first, so that leases in their place do not contradict them.
+	var present []string
+	for key := range s.changed {
+		if s.Ledger.Lease(key) == nil {
+			set.Changed = append(set.Changed, key)
+		} else {
+			present = append(present, key)
+		}
+	}
+	set.Changed = append(set.Changed, present...)
 	if s.Broadcasts != nil && (set.All || len(set.Changed) > 0) {
 		s.arbiter.Broadcasts = s.Broadcasts()
 	}
@@ -254,10 +257,8 @@ func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 	return set, pass
 }
 
-// mayDiffer updates the refusals in kernel, and returns the keys of the leases that may be refused
-// for another reason than at the last pass, or no longer. byKernel contains the refusals of this
-// pass. If the pass failed, it may not have reached all peers, so a peer that is not in byKernel
-// keeps its refusal.
+// mayDiffer updates the refusals in kernel. It returns the keys of the leases that may be refused for
+// another reason than at the last pass, or no longer.
 func (s *Syncer) mayDiffer(set Set, byKernel []subnet.Refusal, failed bool) map[string]struct{} {
 	keys := map[string]struct{}{}
 	add := func(reasons map[string]string) {
@@ -266,13 +267,14 @@ func (s *Syncer) mayDiffer(set Set, byKernel []subnet.Refusal, failed bool) map[
 		}
 	}
 
+	// A pass that failed may not have reached all peers. Those that it does not name keep their refusal.
 	add(s.kernel)
 	maps.DeleteFunc(s.kernel, func(key, _ string) bool { return !failed || set.Leases[key] == nil })
 	for _, r := range byKernel {
 		s.kernel[r.Key] = r.Reason
 	}
-
 	add(s.kernel)
+
 	if set.All {
 		add(s.log.refused)
 		add(s.unusable)
@@ -280,40 +282,26 @@ func (s *Syncer) mayDiffer(set Set, byKernel []subnet.Refusal, failed bool) map[
 			keys[r.Key] = struct{}{}
 		}
 	}
-
 	for _, key := range set.Changed {
 		keys[key] = struct{}{}
 	}
 	return keys
 }
 
-// reason returns the reason why a lease is not served in all families, or "" if it is.
+// reason says why a lease is not served in all families. It returns "" for one that is.
 func (s *Syncer) reason(key string) string {
 	if why, ok := s.unusable[key]; ok {
 		return why
 	}
-	why := strings.Join(s.arbiter.Refused(key), "; ")
-	if k, ok := s.kernel[key]; ok && why != "" {
-		return why + "; " + k
-	} else if ok {
-		return k
+	reasons := s.arbiter.Refused(key)
+	if why, ok := s.kernel[key]; ok {
+		reasons = append(slices.Clone(reasons), why)
 	}
-	return why
+	return strings.Join(reasons, "; ")
 }
 
-// compareBool orders false before true.
-func compareBool(a, b bool) int {
-	switch {
-	case a == b:
-		return 0
-	case b:
-		return -1
-	}
-	return 1
-}
-
-// validate validates the lease with the key again. If the ledger no longer has that lease, validate
-// removes it from the arbiter. It returns false if the caller must validate all leases.
+// validate passes the lease with the key, or its end, to the arbiter. It returns false if that is not
+// sufficient, and all leases must be validated.
 func (s *Syncer) validate(key string) bool {
 	c := subnet.Claimant{Lease: &subnet.Lease{Key: key}}
 	delete(s.unusable, key)
@@ -332,9 +320,9 @@ func (s *Syncer) validate(key string) bool {
 	return s.arbiter.Change(c)
 }
 
-// backdate returns c with the times at which its lease claimed the identities that it keeps. A host that
-// moves, or enables another family, writes its lease again. That must not cost it an identity that
-// another lease claimed in the meantime.
+// backdate sets the times at which the lease of c claimed the identities that it keeps. A host that
+// moves, or enables another family, writes its lease again, and must not lose an identity to a lease
+// that claimed it in the meantime.
 func (s *Syncer) backdate(c subnet.Claimant) subnet.Claimant {
 	kept := s.arbiter.Kept(c)
 	if kept == nil {
@@ -353,7 +341,6 @@ func (s *Syncer) backdate(c subnet.Claimant) subnet.Claimant {
 	return c
 }
 
-// validateAll validates all leases again, because leases may contradict each other.
 func (s *Syncer) validateAll() {
 	n := s.Ledger.Len()
 	all := make([]subnet.Claimant, 0, n)
@@ -368,8 +355,9 @@ func (s *Syncer) validateAll() {
 		}
 	}
 
-	why := make([]string, n)
+	why := make([]string, n) // by index, so that goroutines share nothing
 	parallel.For(n, func(i int) { all[i], why[i] = s.check(all[i].Lease) })
+
 	s.unusable = map[string]string{}
 	usable := all[:0]
 	for i, c := range all {
@@ -382,8 +370,7 @@ func (s *Syncer) validateAll() {
 	s.arbiter.Reset(usable)
 }
 
-// refusedLeases returns the leases that the network does not get, and those of which it gets only
-// some endpoints. A lease may occur more than once.
+// refusedLeases implements Set.Refused. A lease may occur more than once.
 func (s *Syncer) refusedLeases() []*subnet.Lease {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -401,20 +388,17 @@ func (s *Syncer) refusedLeases() []*subnet.Lease {
 	return leases
 }
 
-// noteMoving records l in moving if it has data for another backend than that of this host.
 func (s *Syncer) noteMoving(l *subnet.Lease) {
-	reservation := !slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return subnet.IsHost(e.PublicIP) })
-	if reservation { // no daemon publishes a reservation
-		return
+	hasHost := slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return subnet.IsHost(e.PublicIP) })
+	if !hasHost {
+		return // a reservation: no daemon will ever rewrite it
 	}
 	if l.NextType != "" || l.BackendType != s.Own.BackendType || s.side.Matches != nil && !s.side.Matches(*l) {
 		s.moving[l.Key] = struct{}{}
 	}
 }
 
-// check validates a lease without regard to others. It returns the lease as the network uses it,
-// its identities, and the reason if it is unusable; otherwise the reason is "". It does not refuse
-// a lease without an endpoint of an enabled family: the arbiter does.
+// check validates a lease without regard to others. It says why the lease is unusable, or "".
 func (s *Syncer) check(l *subnet.Lease) (c subnet.Claimant, unusable string) {
 	c.Lease = l
 	used, ok := s.choose(l)
@@ -425,7 +409,7 @@ func (s *Syncer) check(l *subnet.Lease) (c subnet.Claimant, unusable string) {
 	c.Lease = used
 	checked := *used
 	if checked.Endpoints = s.enabled(used.Endpoints); len(checked.Endpoints) == 0 {
-		return c, ""
+		return c, "" // the arbiter refuses it
 	}
 
 	identities, err := s.Network.Check(checked)
@@ -443,7 +427,6 @@ func (s *Syncer) check(l *subnet.Lease) (c subnet.Claimant, unusable string) {
 	return c, ""
 }
 
-// choose returns the part of l that the network can use. ok is false if it can use nothing of l.
 func (s *Syncer) choose(l *subnet.Lease) (used *subnet.Lease, ok bool) {
 	if n, ok := s.Network.(Selector); ok {
 		return l, n.Selects(l)
@@ -451,9 +434,8 @@ func (s *Syncer) choose(l *subnet.Lease) (used *subnet.Lease, ok bool) {
 	return s.side.Of(l)
 }
 
-// enabled returns the endpoints of families that the configuration enables. The arbiter ignores all
-// other endpoints, so their data must not make a lease unusable.
 func (s *Syncer) enabled(es []subnet.Endpoint) []subnet.Endpoint {
+	// The arbiter ignores disabled families, so their data must not make a lease unusable.
 	disabled := func(e subnet.Endpoint) bool {
 		_, ok := s.Config.Network(e.Family())
 		return !ok

@@ -23,9 +23,8 @@ const (
 	errorBurst = 5
 )
 
-// syncLog is the log of a Syncer. It logs when a refusal, a failure, or the sharing of a public address
-// begins and when it ends, and not at every pass. It logs the number of held peers when that grows. It
-// is not safe for concurrent use.
+// syncLog logs the start and the end of refusals, failures and shared addresses, and not each pass.
+// It is not safe for concurrent use.
 type syncLog struct {
 	onRefused func(key, reason string) // may be nil
 	refused   map[string]string        // reasons of the present refusals, by lease key
@@ -44,22 +43,22 @@ func newSyncLog(onRefused func(key, reason string)) syncLog {
 	}
 }
 
-// held logs when there are more held peers than before, and when there are none any more. n is their
-// number, and keys returns them. held does not log each peer that comes back: after a store was emptied,
-// all peers come back one by one.
 func (l *syncLog) held(ctx context.Context, n int, keys func() []string) {
-	switch {
-	case n > l.numHeld:
-		klog.FromContext(ctx).Error(nil, "the store has forgotten peers that it did not remove: they are kept until it contradicts them or their lease has run out",
+	log := klog.FromContext(ctx)
+	if n > l.numHeld {
+		log.Error(nil, "the store has forgotten peers that it did not remove: they are kept until it contradicts them or their lease has run out",
 			"kept", n, "first", keys()[0])
-	case n == 0 && l.numHeld > 0:
-		klog.FromContext(ctx).Info("no peer is kept any more that the store does not have")
+	}
+
+	// After a store was emptied, all peers come back one by one. Only the last one is worth a line.
+	if n == 0 && l.numHeld > 0 {
+		log.Info("no peer is kept any more that the store does not have")
 	}
 	l.numHeld = n
 }
 
-// refusals logs new refusals, refusals with a new reason, and the end of refusals, for the leases with
-// these keys. reason returns why a lease is refused, or "" if it is not.
+// refusals logs what has changed for the leases with these keys. reason returns "" for a lease that is
+// not refused.
 func (l *syncLog) refusals(ctx context.Context, keys map[string]struct{}, reason func(key string) string) {
 	for _, key := range slices.Sorted(maps.Keys(keys)) {
 		why := reason(key)
@@ -73,44 +72,43 @@ func (l *syncLog) refusals(ctx context.Context, keys map[string]struct{}, reason
 		}
 
 		log, ok := l.refusal.Next(klog.FromContext(ctx))
-		switch {
-		case !ok:
-		case why == "":
+		if !ok {
+			continue
+		}
+		if why == "" {
 			log.Info("lease no longer refused", "lease", key)
-		default:
-			log.Error(nil, "lease refused", "lease", key, "reason", why)
-			if l.onRefused != nil {
-				l.onRefused(key, why)
-			}
+			continue
+		}
+		log.Error(nil, "lease refused", "lease", key, "reason", why)
+		if l.onRefused != nil {
+			l.onRefused(key, why)
 		}
 	}
 }
 
-// shared logs once when several leases begin to share a public address, and once when they no longer
-// do. All of these leases are served, but one of them may be that of a host that is gone.
+// shared logs leases that share a public address. They are all served, but one of them may be that
+// of a host that is gone.
 func (l *syncLog) shared(ctx context.Context, changed []subnet.SharedPublicIP) {
 	for _, shared := range changed {
 		log, ok := l.sharing.Next(klog.FromContext(ctx))
-		switch {
-		case !ok:
-		case len(shared.Keys) == 0:
+		if !ok {
+			continue
+		}
+		if len(shared.Keys) == 0 {
 			log.Info("leases no longer share a public address", "publicIP", shared.PublicIP)
-		default:
+		} else {
 			log.Error(nil, "leases share a public address", "publicIP", shared.PublicIP, "leases", shared.Keys[:2], "count", len(shared.Keys))
 		}
 	}
 }
 
-// result logs the error of a pass that fails after a success. While passes go on to fail, it logs an
-// error that differs from the last logged one, as far as limit permits. It also logs the first success
-// after a failure.
 func (l *syncLog) result(ctx context.Context, err error) {
 	log := klog.FromContext(ctx)
-	switch {
-	case err != nil && (!l.failing || err.Error() != l.logged && l.limit.Allow()):
+	if err != nil && (!l.failing || err.Error() != l.logged && l.limit.Allow()) {
 		log.Error(err, "data path not in order, trying again")
 		l.logged = err.Error()
-	case err == nil && l.failing:
+	}
+	if err == nil && l.failing {
 		log.Info("data path in order again")
 	}
 	l.failing = err != nil

@@ -71,16 +71,10 @@ func (b *Backend) MTU() int { return b.env.Underlay.MTU }
 // Check implements backend.Network. Leases contain no backend data.
 func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
-// desired returns the routes to a peer, one for each endpoint.
 func (b *Backend) desired(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	var objects []dataplane.Object
 	for _, e := range l.Endpoints {
-		objects = append(objects, desired(e, b.env.Underlay.Name))
+		objects = append(objects, dataplane.NewRoute(e.Subnet, e.PublicIP, b.env.Underlay.Name, false))
 	}
 	return objects, nil
-}
-
-// desired returns the route to one endpoint of a peer, through device dev.
-func desired(e subnet.Endpoint, dev string) dataplane.Route {
-	return dataplane.NewRoute(e.Subnet, e.PublicIP, dev, false)
 }

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -51,6 +52,7 @@ func TestUnknownKeyIsAWarning(t *testing.T) {
 }
 
 func TestDesired(t *testing.T) {
+	b := &Backend{env("192.168.77.1", "192.168.77.1")}
 	for subnetText, want := range map[string]struct {
 		gateway, text string
 		metric        int
@@ -58,7 +60,12 @@ func TestDesired(t *testing.T) {
 		"10.5.20.0/24":      {"192.168.77.2", "route 10.5.20.0/24 via 192.168.77.2 dev eth0", 0},
 		"fd00:10:5:26::/64": {"fd00:77::2", "route fd00:10:5:26::/64 via fd00:77::2 dev eth0", 1024},
 	} {
-		r := desired(subnet.Endpoint{Subnet: netip.MustParsePrefix(subnetText), PublicIP: netip.MustParseAddr(want.gateway)}, "eth0")
+		e := subnet.Endpoint{Subnet: netip.MustParsePrefix(subnetText), PublicIP: netip.MustParseAddr(want.gateway)}
+		objects, err := b.desired(t.Context(), subnet.Lease{Endpoints: []subnet.Endpoint{e}})
+		if err != nil || len(objects) != 1 {
+			t.Fatalf("%v, %v; want one route", objects, err)
+		}
+		r := objects[0].(dataplane.Route)
 		if r.String() != want.text || r.OnLink || r.Priority != want.metric {
 			t.Errorf("%s, onlink %v, metric %d; want %s, not onlink, metric %d", r, r.OnLink, r.Priority, want.text, want.metric)
 		}

@@ -9,7 +9,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"time"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
@@ -129,24 +128,16 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
-	n := &network{Backend: b, Programmer: &backend.Programmer{Base: base, Desired: b.desired, Reconciler: reconciler}}
-	if b.config.DirectRouting {
-		n.Volatile = onLinkInterval
-	}
+
+	n := &network{Backend: b, Programmer: &backend.Programmer{
+		Base: base, Desired: b.desired, Volatile: b.config.DirectRouting, Reconciler: reconciler,
+	}}
 	if err := n.SetUp(ctx); err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up ipip devices: %w", err), reconciler.Close())
 	}
 	return n, nil
 }
 
-// onLinkInterval is the minimum time between two checks of which peers are in a directly
-// connected network.
-const onLinkInterval = time.Second
-
-// checkDeviceNames returns an error if a device of another type has the name of one of the
-// backend's devices. flanneld does not delete such a device, because another program or an
-// operator must have chosen its name on purpose. checkDeviceNames also returns an error if it
-// cannot read the devices.
 func (b *Backend) checkDeviceNames(ctx context.Context) error {
 	links, err := b.env.Links(ctx, b.Scope().Devices...)
 	if err != nil {
@@ -154,6 +145,7 @@ func (b *Backend) checkDeviceNames(ctx context.Context) error {
 	}
 	for _, n := range b.env.Config.Networks {
 		k := kinds[n.Family()]
+		// Someone chose the name of such a device on purpose, so it is not replaced.
 		if l, ok := links[k.device]; ok && l.Kind != k.link {
 			return backend.DeviceConflict(l, k.link)
 		}
@@ -180,8 +172,6 @@ func (b *Backend) MTU() int {
 // Check implements backend.Network.
 func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
-// base returns the wanted state without any peers: that of Env.TunnelBase, and for each family a
-// device with the base address of this host's subnet.
 func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	want := b.env.TunnelBase(own)
 	for _, e := range own.Endpoints {
@@ -199,7 +189,6 @@ func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	return want, nil
 }
 
-// desired returns the routes to a peer, one for each endpoint.
 func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	var objects []dataplane.Object
 	for _, e := range l.Endpoints {
@@ -215,9 +204,7 @@ func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Obje
 	return objects, nil
 }
 
-// desired returns the route to one endpoint of a peer. direct is the device whose directly
-// connected network contains the peer; if it is empty, the tunnel device encapsulates the
-// packets.
+// direct is the device of Env.Direct; if it is empty, the tunnel device encapsulates the packets.
 func desired(e subnet.Endpoint, direct string) dataplane.Route {
 	if direct != "" {
 		return dataplane.NewRoute(e.Subnet, e.PublicIP, direct, false)

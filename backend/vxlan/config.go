@@ -58,8 +58,8 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	if c.Port < 0 || c.Port > 65535 {
 		return c, nil, fmt.Errorf("Backend.Port is %d: want 0 (%d) to 65535", c.Port, defaultPort)
 	}
-
 	c.Port = cmp.Or(c.Port, defaultPort)
+
 	if c.MTU < 0 || c.MTU > 65535 {
 		return c, nil, fmt.Errorf("Backend.MTU is %d: want 0 (that of the external interface) to 65535", c.MTU)
 	}
@@ -80,8 +80,7 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	return c, warnings, nil
 }
 
-// txChecksum returns the checksum offload of the devices. ok is true if ChecksumOffload is empty,
-// auto, on or off, in upper or lower case.
+// txChecksum decodes ChecksumOffload. ok is false for an unknown value.
 func (c config) txChecksum() (o dataplane.Offload, ok bool) {
 	switch strings.ToLower(c.ChecksumOffload) {
 	case "", "auto":
@@ -94,18 +93,17 @@ func (c config) txChecksum() (o dataplane.Offload, ok bool) {
 	return dataplane.OffloadAuto, false
 }
 
-// overhead returns the number of bytes that encapsulation adds to a packet: the outer IP
-// header of family f, UDP 8, VXLAN 8, inner Ethernet 14.
+// overhead is what encapsulation adds to a packet, in bytes.
 func overhead(f prefix.Family) int {
+	const inner = 8 + 8 + 14 // UDP, VXLAN (RFC 7348), and the Ethernet header of the packet inside
 	if f == prefix.IPv6 {
-		return 40 + 8 + 8 + 14
+		return 40 + inner
 	}
-	return 20 + 8 + 8 + 14
+	return 20 + inner
 }
 
-// deviceMTU returns the MTU of the device for family f on an underlay link whose MTU is link. If
-// Backend.MTU does not make the result smaller, the result is the largest MTU that the kernel
-// accepts for the device.
+// deviceMTU is the MTU of the device for family f on an underlay link whose MTU is link. Without
+// Backend.MTU it is the largest one that the kernel accepts.
 func (c config) deviceMTU(link int, f prefix.Family) int {
 	if c.MTU != 0 {
 		link = min(link, c.MTU)
@@ -113,7 +111,7 @@ func (c config) deviceMTU(link int, f prefix.Family) int {
 	return link - overhead(f)
 }
 
-// deviceName returns the name of the device for family f. Other flannel daemons use the same name.
+// deviceName is the same in other flannel daemons.
 func (c config) deviceName(f prefix.Family) string {
 	if f == prefix.IPv6 {
 		return fmt.Sprintf("flannel-v6.%d", c.VNI)

@@ -28,14 +28,12 @@ func encodeData(vni int, mac dataplane.MAC) (json.RawMessage, error) {
 	return raw, nil
 }
 
-// decodeData decodes a lease's backend data. Nearly all data has the form that decodePlain
-// accepts. For that form decodeData allocates memory only for the text of the MAC. All other
-// data is decoded into a second variable, because encoding/json moves that variable to the
-// heap.
 func decodeData(raw json.RawMessage) (leaseData, error) {
 	if d, plain := decodePlain(raw); plain {
 		return d, nil
 	}
+
+	// In a variable of its own: encoding/json moves it to the heap, even if it is not reached.
 	var d leaseData
 	err := json.Unmarshal(raw, &d)
 	return d, err
@@ -50,8 +48,8 @@ func decodePlain(raw json.RawMessage) (d leaseData, ok bool) {
 			if !plainjson.IsNumber(value) || d.VNI != 0 {
 				return false
 			}
-			vni, err := strconv.Atoi(string(value))
-			d.VNI = vni
+			var err error
+			d.VNI, err = strconv.Atoi(string(value))
 			return err == nil
 
 		case "VtepMAC":
@@ -67,8 +65,7 @@ func decodePlain(raw json.RawMessage) (d leaseData, ok bool) {
 	return d, ok
 }
 
-// vtepMAC returns the MAC in a lease's backend data. It returns an error if there is none, or
-// if it is not a unicast address.
+// vtepMAC requires a unicast address.
 func vtepMAC(raw json.RawMessage) (dataplane.MAC, error) {
 	if len(raw) == 0 {
 		return dataplane.MAC{}, errors.New("no backend data, want a VtepMAC")

@@ -14,7 +14,6 @@ import (
 	"crypto/rand"
 	"encoding/json"
 	"fmt"
-	"time"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
@@ -88,6 +87,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	if err != nil {
 		return subnet.Claim{}, err
 	}
+
 	side := backend.NewSide(b, Type)
 	if own, ok := side.Of(&subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints}); ok {
 		prev = own.Claim() // after or during a migration, prev may have data for two backends
@@ -109,11 +109,10 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	return claim, nil
 }
 
-// randomMAC returns a locally administered unicast address.
 func randomMAC() dataplane.MAC {
 	var mac dataplane.MAC
 	_, _ = rand.Read(mac[:]) // never fails
-	mac[0] = mac[0]&^1 | 2
+	mac[0] = mac[0]&^1 | 2   // unicast, locally administered (IEEE 802)
 	return mac
 }
 
@@ -138,19 +137,15 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
-	n := &network{Backend: b, Programmer: &backend.Programmer{Base: base, Desired: b.desired, Reconciler: reconciler}}
-	if b.config.DirectRouting {
-		n.Volatile = onLinkInterval
-	}
+
+	n := &network{Backend: b, Programmer: &backend.Programmer{
+		Base: base, Desired: b.desired, Volatile: b.config.DirectRouting, Reconciler: reconciler,
+	}}
 	if err := n.SetUp(ctx); err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up vxlan devices: %w", err), reconciler.Close())
 	}
 	return n, nil
 }
-
-// onLinkInterval is the minimum time between two checks of which peers are in a directly
-// connected network.
-const onLinkInterval = time.Second
 
 // network implements backend.Network.
 type network struct {
@@ -182,13 +177,15 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 	return macs, nil
 }
 
-// desired returns the objects for a peer, for all families of its lease.
 func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
-	objects := make([]dataplane.Object, 0, objectsOfPeer*len(l.Endpoints))
+	objects := make([]dataplane.Object, 0, 3*len(l.Endpoints)) // neighbour, FDB entry and route
 	for _, e := range l.Endpoints {
-		direct, err := b.direct(ctx, e)
-		if err != nil {
-			return nil, err
+		var direct string
+		var err error
+		if b.config.DirectRouting {
+			if direct, err = b.env.Direct(ctx, e.PublicIP); err != nil {
+				return nil, err
+			}
 		}
 		if objects, err = desired(objects, e, b.device[e.Family()], direct); err != nil {
 			return nil, err
@@ -197,17 +194,6 @@ func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Obje
 	return objects, nil
 }
 
-// direct returns the device whose directly connected network contains the peer, or "" if
-// the peer is behind a gateway or direct routing is off.
-func (b *Backend) direct(ctx context.Context, e subnet.Endpoint) (string, error) {
-	if !b.config.DirectRouting {
-		return "", nil
-	}
-	return b.env.Direct(ctx, e.PublicIP)
-}
-
-// base returns the wanted state without any peers: that of Env.TunnelBase, and for each family a
-// device with the MAC in this host's lease and the base address of this host's subnet.
 func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	want := b.env.TunnelBase(own)
 	offload, _ := b.config.txChecksum()
@@ -235,13 +221,7 @@ func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	return want, nil
 }
 
-// objectsOfPeer is the number of objects of a peer in one family.
-const objectsOfPeer = 3
-
-// desired appends the objects for one endpoint of a peer to objects. direct is the device whose
-// directly connected network contains the peer. If direct is empty, the vxlan device
-// encapsulates the packets. In this case desired returns an error if the endpoint has no valid
-// MAC.
+// direct is the device of Env.Direct; if it is empty, the vxlan device encapsulates the packets.
 func desired(objects []dataplane.Object, e subnet.Endpoint, device, direct string) ([]dataplane.Object, error) {
 	if direct != "" {
 		return append(objects, dataplane.NewRoute(e.Subnet, e.PublicIP, direct, false)), nil
