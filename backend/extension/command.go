@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -36,13 +37,10 @@ type input struct {
 	Stdin string   `json:"stdin,omitempty"` // without the newline at its end
 }
 
-// errTimeout is the error when a command is killed because it takes too long.
 var errTimeout = errors.New("killed together with all its children: it took longer than CommandTimeout")
 
-// run runs the command and returns its standard output and error as one trimmed text, also if
-// it fails. It kills the command's process group after the timeout, with an error that wraps
-// errTimeout, and when ctx ends, with an error that wraps that of ctx. It does nothing if c
-// is not configured.
+// run returns standard output and error as one trimmed text, even if the command fails. After the
+// timeout, and when ctx ends, it kills the command's process group.
 func (c command) run(ctx context.Context, in input, timeout time.Duration) (output string, err error) {
 	if !c.configured() {
 		return "", nil
@@ -72,26 +70,20 @@ func (c command) run(ctx context.Context, in input, timeout time.Duration) (outp
 	if err != nil && ctx.Err() != nil {
 		err = context.Cause(ctx)
 	}
+
 	output = out.text()
-	if err != nil {
-		return output, c.failure(err, output)
+	if err == nil {
+		return output, nil
 	}
-	return output, nil
-}
-
-// failure returns an error of one line about the command: err, which it wraps, and the last
-// line of output.
-func (c command) failure(err error, output string) error {
-	last := output[strings.LastIndexByte(output, '\n')+1:]
+	last := output[strings.LastIndexByte(output, '\n')+1:] // usually the reason
 	if last = shorten(strings.TrimSpace(last)); last != "" {
-		return fmt.Errorf("%s: %w: %s", c.Name, err, last)
+		return output, fmt.Errorf("%s: %w: %s", c.Name, err, last)
 	}
-	return fmt.Errorf("%s: %w", c.Name, err)
+	return output, fmt.Errorf("%s: %w", c.Name, err)
 }
 
-// words splits the line at white space and then replaces variables by their values in env. A
-// value is therefore never split or interpreted as shell syntax. A variable that env does not
-// contain becomes empty.
+// words splits the line first, and then replaces variables, so that no value is split or taken for
+// shell syntax.
 func (c command) words(env []string) []string {
 	value := map[string]string{}
 	for _, v := range env {
@@ -105,23 +97,14 @@ func (c command) words(env []string) []string {
 	return words
 }
 
-// environment returns the daemon's environment without privateVariables, followed by extra. A
-// variable in extra replaces one with the same name.
 func environment(extra []string) []string {
-	var env []string
-	for _, v := range os.Environ() {
-		own := false
-		for _, prefix := range privateVariables {
-			own = own || strings.HasPrefix(v, prefix)
-		}
-		if !own {
-			env = append(env, v)
-		}
-	}
-	return append(env, extra...)
+	public := slices.DeleteFunc(os.Environ(), func(v string) bool {
+		return slices.ContainsFunc(privateVariables, func(p string) bool { return strings.HasPrefix(v, p) })
+	})
+	return append(public, extra...) // the last value of a variable counts
 }
 
-// buffer stores the first maxOutput bytes that are written to it, and discards the rest.
+// buffer stores the first maxOutput bytes.
 type buffer struct{ b bytes.Buffer }
 
 // Write implements io.Writer. It never fails, so that the command does not block.
@@ -134,7 +117,6 @@ func (b *buffer) text() string {
 	return strings.TrimSpace(strings.ToValidUTF8(b.b.String(), "\uFFFD"))
 }
 
-// logOutput logs the output of a command, line by line, up to maxLines lines.
 func logOutput(log klog.Logger, c command, output string) {
 	if output == "" {
 		return
@@ -149,9 +131,8 @@ func logOutput(log klog.Logger, c command, output string) {
 	}
 }
 
-// shorten cuts s to a length that fits into a log line.
 func shorten(s string) string {
-	const most = 300 // bytes
+	const most = 300 // bytes of a log line
 	if len(s) <= most {
 		return s
 	}

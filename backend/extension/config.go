@@ -109,7 +109,6 @@ var plain = regexp.MustCompile(`^(?:[^\n\r|&;<>()\x60"'\\*?\[\]{}~#!$]|\$[A-Za-z
 var builtins = strings.Fields(`. : alias case cd command eval exec exit export for if local read readonly
 	return set shift source times trap type ulimit umask unset until wait while`)
 
-// needsShell reports whether a command line uses shell features.
 func needsShell(line string) bool {
 	words := strings.Fields(line)
 	return !plain.MatchString(line) || slices.Contains(builtins, words[0]) || strings.Contains(words[0], "=")

@@ -127,6 +127,7 @@ func (h *Host) Retire(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+
 	h.store.setup().runUndo(ctx, timeout)
 	if err := ctx.Err(); err != nil { // the command may have been killed half-way
 		return err
@@ -134,9 +135,7 @@ func (h *Host) Retire(ctx context.Context) error {
 	return h.store.remove()
 }
 
-// removeSubnets runs SubnetRemoveCommand for each subnet in the state, and then removes the subnet
-// from the state, even if the command fails. It returns an error only if ctx ends. Then the state
-// still contains the remaining subnets.
+// removeSubnets returns an error only if ctx ends. The state then still contains the remaining subnets.
 func (h *Host) removeSubnets(ctx context.Context, timeout time.Duration) error {
 	log := klog.FromContext(ctx)
 	entries := h.store.entries()
@@ -150,26 +149,22 @@ func (h *Host) removeSubnets(ctx context.Context, timeout time.Duration) error {
 		if err != nil {
 			log.Error(err, "subnet not removed", "subnet", s)
 		}
-		h.store.removeEntry(s)
+		h.store.removeEntry(s) // there will be no second try
 	}
 	return ctx.Err()
 }
 
-// undo runs the ShutdownCommand of the last start, which may differ from the configured one. It
-// records the setup as undone before it runs the command, so that no later undo runs the command
-// again.
+// undo runs the ShutdownCommand of the last start, which may differ from the configured one.
 func (h *Host) undo(ctx context.Context, timeout time.Duration) {
 	s := h.store.setup()
 	if !s.Undo.configured() {
 		return
 	}
-	h.store.markUndone()
+	h.store.markUndone() // before the command runs, so that it never runs twice
 	h.store.flush(ctx)
 	s.runUndo(ctx, timeout)
 }
 
-// runUndo runs the ShutdownCommand of s, if it has one. It logs the output, and an error if the
-// command fails.
 func (s setup) runUndo(ctx context.Context, timeout time.Duration) {
 	log := klog.FromContext(ctx)
 	output, err := s.Undo.run(ctx, s.Input, timeout)
@@ -216,26 +211,22 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	return claim, nil
 }
 
-// outdated reports whether the commands of the last start no longer match this host. prev is the
-// last published claim. The commands do not match if prev is of another backend, because this
-// backend was not in use since, or if its subnet is not the one for which the commands have run.
+// outdated reports whether the commands of the last start no longer match this host, whose last
+// published claim is prev.
 func (b *Backend) outdated(prev subnet.Claim) bool {
-	if prev.BackendType != Type && len(prev.Endpoints) > 0 { // some backends publish no type
-		return true
+	if prev.BackendType != Type && len(prev.Endpoints) > 0 {
+		return true // another backend was in use since; some publish no type
 	}
-	previous := b.host.store.setup().Input.Env // empty before the host has its first subnet
-	for _, e := range prev.Endpoints {
-		if e.Subnet.IsValid() && len(previous) > 0 && !slices.Contains(previous, namesOf(e.Family()).subnet+"="+e.Subnet.String()) {
-			return true
-		}
-	}
-	return false
+
+	ran := b.host.store.setup().Input.Env // empty before the host has its first subnet
+	return len(ran) > 0 && slices.ContainsFunc(prev.Endpoints, func(e subnet.Endpoint) bool {
+		return e.Subnet.IsValid() && !slices.Contains(ran, namesOf(e.Family()).subnet+"="+e.Subnet.String())
+	})
 }
 
-// prepare runs PreStartupCommand and records its output. If another setup has run since the boot,
-// prepare first undoes that. It does nothing if the recorded command is the same, and has run for
-// the same external interface and addresses. It returns an error if the command fails, or if its
-// output is too large for the lease. own is the part of this host's lease that is known.
+// prepare runs PreStartupCommand, unless it has already run for the same external interface and
+// addresses. Another setup since the boot is undone first. own is the part of this host's lease that
+// is known.
 func (b *Backend) prepare(ctx context.Context, own []subnet.Endpoint) error {
 	b.host.setting.Lock()
 	defer b.host.setting.Unlock()
@@ -257,10 +248,14 @@ func (b *Backend) prepare(ctx context.Context, own []subnet.Endpoint) error {
 	}
 
 	b.host.undo(ctx, b.config.timeout)
-	s := setup{Number: store.setup().Number + 1}
-	s.Undo, s.Input = b.config.shutdown, input{Env: b.ownVariables(own)} // the configuration may change again before Start
-	store.setSetup(s)                                                    // the key stays empty until the command has succeeded
+	s := setup{
+		Number: store.setup().Number + 1,
+		Undo:   b.config.shutdown, // now, because the configuration may change again before Start
+		Input:  input{Env: b.ownVariables(own)},
+	}
+	store.setSetup(s)
 	store.flush(ctx)
+
 	var err error
 	if s.Output, err = b.attempt(ctx, b.config.pre, input{}); err != nil {
 		return err
@@ -268,14 +263,13 @@ func (b *Backend) prepare(ctx context.Context, own []subnet.Endpoint) error {
 	if _, err := publication(s.Output); err != nil {
 		return err
 	}
-	s.Key = key
+	s.Key = key // stays empty until the command has succeeded
 	store.setSetup(s)
 	store.flush(ctx)
 	return nil
 }
 
-// publication returns the output of PreStartupCommand in the form in which the lease contains it.
-// It returns an error if that is larger than maxPublished.
+// publication returns the output of PreStartupCommand as the lease contains it.
 func publication(output string) (json.RawMessage, error) {
 	data, err := json.Marshal(output)
 	if err != nil {
@@ -287,8 +281,7 @@ func publication(output string) (json.RawMessage, error) {
 	return data, nil
 }
 
-// attempt runs a command of the start until it succeeds, up to setupTries times. It returns the
-// output and the error of the last try.
+// attempt runs a command of the start up to setupTries times.
 func (b *Backend) attempt(ctx context.Context, c command, in input) (output string, err error) {
 	log := klog.FromContext(ctx)
 	for try := 1; ; try++ {
@@ -308,7 +301,8 @@ func peerVariables(l subnet.Lease) []string {
 	values := map[string]string{}
 	for _, e := range l.Endpoints {
 		names := namesOf(e.Family())
-		values[names.subnet], values[names.address] = e.Subnet.String(), e.PublicIP.String()
+		values[names.subnet] = e.Subnet.String()
+		values[names.address] = e.PublicIP.String()
 	}
 	var env []string
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
@@ -318,7 +312,6 @@ func peerVariables(l subnet.Lease) []string {
 	return env
 }
 
-// subnets returns the values of the variables of a peer's subnets.
 func (in input) subnets() (all []string) {
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 		for _, v := range in.Env {

@@ -56,9 +56,8 @@ type network struct {
 	failures map[string]failure // failures of the last jobs, by subnet
 }
 
-// failure is the failure of the last job for a subnet.
 type failure struct {
-	hash  string // target.hash of the job; empty if the job was to remove the subnet
+	hash  string // of the job
 	err   error
 	tries int
 	next  time.Time // time of the next try
@@ -108,8 +107,7 @@ func (*network) Check(l subnet.Lease) ([]string, error) {
 	return nil, err
 }
 
-// data returns the text that a peer has published, or "" if there is none. The text is the same
-// for both families. It is in the first endpoint that has data.
+// data returns the text that a peer has published. It is in the first endpoint that has data.
 func data(l subnet.Lease) (text string, err error) {
 	for _, e := range l.Endpoints {
 		if e.Data == nil {
@@ -132,9 +130,7 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome,
 	return o, oneline.Join(failed, err)
 }
 
-// runCommands runs the commands that lead from the present state of the subnets to the state
-// for these peers. It returns an error if the data of a peer cannot be read, or if there was
-// no time to start all jobs. The end of ctx is no error.
+// runCommands also returns an error if there was no time to start all jobs. The end of ctx is none.
 func (n *network) runCommands(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	want := map[string]target{}
 	for key, l := range peers.Leases {
@@ -160,15 +156,12 @@ func (n *network) runCommands(ctx context.Context, peers backend.Set) (backend.O
 	return n.outcome(want), nil
 }
 
-// dueJobs returns the jobs to do now: first removals, then additions and changes, then jobs
-// that failed before and whose pause is over. It leaves out the subnets whose last job still
-// runs. It returns jobs that only remove a subnet only if complete is set.
+// dueJobs returns the jobs to do now: first removals, but only if complete is set, then additions and
+// changes, then jobs that failed before and whose pause is over.
 func (n *network) dueJobs(want map[string]target, complete bool) []job {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	var gone, fresh, again []job
 	have := n.host.store.entries()
-	now := time.Now()
 	owners := map[string][]string{} // keys in have that are not wanted, by all subnets of their entries
 	for s, e := range have {
 		if _, ok := want[s]; !ok {
@@ -178,6 +171,8 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 		}
 	}
 
+	var gone, fresh, again []job
+	now := time.Now()
 	add := func(to *[]job, j job) {
 		running := n.running[j.subnet]
 		for s := range j.old {
@@ -187,11 +182,13 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 			j.old[j.subnet] = e
 		}
 
-		switch t, failed := n.failures[j.subnet]; {
-		case running:
-		case !failed || j.want == nil && t.hash != "" || j.want != nil && t.hash != j.want.hash:
+		if running {
+			return
+		}
+		last, failed := n.failures[j.subnet]
+		if !failed || last.hash != j.hash() {
 			*to = append(*to, j)
-		case !now.Before(t.next):
+		} else if !now.Before(last.next) {
 			again = append(again, j)
 		}
 	}
@@ -220,8 +217,16 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 	return slices.Concat(gone, fresh, again)
 }
 
-// markUnsure records that the state of a subnet is unknown until the job has succeeded. If this
-// process is killed before, the next one does not rely on the state. The caller calls flush.
+// hash identifies what the job does, to find out whether the same was tried before.
+func (j job) hash() string {
+	if j.want == nil {
+		return ""
+	}
+	return j.want.hash
+}
+
+// markUnsure records that the state of a subnet is unknown until the job has succeeded, in case this
+// process is killed before.
 func (n *network) markUnsure(j job) {
 	for s, e := range j.old {
 		e.Sure = false
@@ -236,15 +241,15 @@ func (n *network) entry(t *target) entry {
 	return entry{Hash: t.hash, Undo: n.config.remove, Input: t.input}
 }
 
-// runJobs runs the jobs one after another. It waits for each of them, but not longer than
-// commandWait. It returns the number of jobs that it has not started, because passLimit is over
-// or ctx has ended.
+// runJobs runs the jobs one after another, and returns how many are left when passLimit is over or
+// ctx ends.
 func (n *network) runJobs(ctx context.Context, jobs []job) (left int) {
 	end := time.Now().Add(passLimit)
 	for i, j := range jobs {
 		if ctx.Err() != nil || time.Now().After(end) {
 			return len(jobs) - i
 		}
+
 		n.mu.Lock()
 		n.running[j.subnet] = true
 		n.mu.Unlock()
@@ -269,16 +274,16 @@ func (n *network) runJobs(ctx context.Context, jobs []job) (left int) {
 	return 0
 }
 
-// runJob runs the commands of a job: it removes what was added before, and adds what is wanted.
-// It removes even if the next command adds the same again, because most commands, like ip(8),
-// fail to add a thing twice. If the removal fails, runJob still adds what is wanted, unless ctx
-// has ended. It returns the error of the last command.
+// runJob removes what was added before, and adds what is wanted, even if the removal has failed. It
+// returns the error of the last command.
 func (n *network) runJob(ctx context.Context, j job) error {
 	log := klog.LoggerWithValues(klog.FromContext(ctx), "subnet", j.subnet)
 	if n.failed(j.subnet) { // the first failure has been logged
 		log = log.V(4)
 	}
 
+	// Even what is added again at once is removed first: most commands, like ip(8), fail to add a
+	// thing twice.
 	for _, s := range slices.Sorted(maps.Keys(j.old)) {
 		if err := n.run(ctx, log, j.old[s].Undo, j.old[s].Input); err != nil {
 			if j.want == nil || ctx.Err() != nil { // if the command was killed half-way, the removal must be repeated
@@ -318,26 +323,22 @@ func (n *network) failed(subnet string) bool {
 	return failed
 }
 
-// finish records the result of a job, and the time of the next try after a failure. After
-// removeTries failed removals it forgets the subnet. It records no failure if ctx has ended,
-// because that may be the cause.
+// finish records the result of a job, and the time of the next try.
 func (n *network) finish(ctx context.Context, j job, err error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	delete(n.running, j.subnet)
-	if err == nil || ctx.Err() != nil {
+	if err == nil || ctx.Err() != nil { // the end of ctx may be the cause of err
 		delete(n.failures, j.subnet)
 		return
 	}
-	t := failure{err: err, tries: 1}
-	if j.want != nil {
-		t.hash = j.want.hash
-	}
+
+	t := failure{hash: j.hash(), err: err, tries: 1}
 	if before, failed := n.failures[j.subnet]; failed && before.hash == t.hash {
 		t.tries += before.tries
 	}
 
-	t.next = time.Now().Add(min(minPause<<min(t.tries-1, 16), maxPause))
+	t.next = time.Now().Add(min(minPause<<min(t.tries-1, 16), maxPause)) // a larger shift would overflow
 	n.failures[j.subnet] = t
 	if j.want != nil {
 		return // the reason is reported with the refused lease
@@ -354,8 +355,8 @@ func (n *network) finish(ctx context.Context, j job, err error) {
 	}
 }
 
-// nextRetry returns the time until the first failed job is due, or minPause if one is overdue.
-// It returns zero if no job has failed, apart from those that run again. The caller holds n.mu.
+// nextRetry returns the time until the first failed job is due, or zero if there is none. The caller
+// holds n.mu.
 func (n *network) nextRetry() (after time.Duration) {
 	now := time.Now()
 	for s, t := range n.failures {
@@ -375,8 +376,6 @@ func (n *network) nextRetry() (after time.Duration) {
 
 var errRunning = errors.New("the command is still running")
 
-// outcome returns which peers are not served, with the reasons, and when to try again. want
-// contains the wanted state of each subnet.
 func (n *network) outcome(want map[string]target) backend.Outcome {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -17,7 +17,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	}
 	store := b.host.store
 	s := store.setup()
-	s.Undo, s.Input = b.config.shutdown, input{Env: b.ownVariables(own.Endpoints)}
+	s.Undo = b.config.shutdown
+	s.Input = input{Env: b.ownVariables(own.Endpoints)}
 	if post := hash(s.Number, b.config.post, s.Input); s.Post != post {
 		again := s
 		again.Key = "" // if the command fails, the next start begins with PreStartupCommand
@@ -46,8 +47,8 @@ const (
 	noAddress = "<nil>"
 )
 
-// ownVariables returns the variables for PostStartupCommand and ShutdownCommand. Those of a family are empty
-// as long as its endpoint in own has no subnet.
+// ownVariables returns the variables for PostStartupCommand and ShutdownCommand. They are empty for
+// a family without a subnet.
 func (b *Backend) ownVariables(own []subnet.Endpoint) []string {
 	values := map[string]string{"IPV6SUBNET": noSubnet, "PUBLIC_IPV6": noAddress}
 	for _, e := range own {

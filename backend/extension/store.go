@@ -54,8 +54,7 @@ type entry struct {
 	Input input   `json:"input"` // for Undo
 }
 
-// hash returns a short text that identifies a command with its input, to compare what has run
-// with what is wanted.
+// hash identifies a command with its input, to compare what has run with what is wanted.
 func hash(of ...any) string {
 	text, _ := json.Marshal(of) // the values are strings and numbers, which always encode
 	sum := sha256.Sum256(text)
@@ -82,9 +81,7 @@ func bootID() string {
 	return strings.TrimSpace(string(text))
 }
 
-// load reads the state that an earlier process has written since the boot. Only its first call,
-// and the first one after remove, does so. If load cannot read the file, it logs that, and no
-// command counts as run.
+// load reads the state that an earlier process has written since the boot, once and after remove.
 func (s *stateStore) load(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -105,14 +102,14 @@ func (s *stateStore) load(ctx context.Context) {
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "cannot read which commands have run, running them again")
 	}
+
 	s.now.Boot = s.boot
 	if s.now.Subnets == nil {
 		s.now.Subnets = map[string]entry{}
 	}
 }
 
-// exists reports whether this process has used the state, or any process has written the state file, perhaps
-// before the boot. It returns an error if only the file could tell and cannot be read.
+// exists reports whether this process has used the state, or any process has written the file.
 func (s *stateStore) exists() (bool, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -129,59 +126,46 @@ func (s *stateStore) setup() setup {
 	return s.now.Setup
 }
 
-func (s *stateStore) setSetup(next setup) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.now.Setup = next
-	s.changed = true
-}
-
-// entries returns a copy of the subnets whose SubnetAddCommand has run, or may have run.
 func (s *stateStore) entries() map[string]entry {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return maps.Clone(s.now.Subnets)
 }
 
-func (s *stateStore) setEntry(subnet string, e entry) {
+func (s *stateStore) change(edit func(now *appliedState)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.now.Subnets[subnet] = e
+	edit(&s.now)
 	s.changed = true
 }
 
-func (s *stateStore) removeEntry(subnet string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.now.Subnets, subnet)
-	s.changed = true
-}
-
-// markUndone records that the setup was undone. After that, each added subnet may or may not
-// exist, so the state of all subnets counts as unknown.
-func (s *stateStore) markUndone() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.now.Setup = setup{Number: s.now.Setup.Number}
-	s.changed = true
-	for subnet, e := range s.now.Subnets {
-		e.Sure = false
-		s.now.Subnets[subnet] = e
-	}
-}
+func (s *stateStore) setSetup(next setup) { s.change(func(now *appliedState) { now.Setup = next }) }
 
 // invalidateSetup makes the next start run all commands again. The recorded ShutdownCommand
 // stays, because the start must run it first.
-func (s *stateStore) invalidateSetup() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.now.Setup.Key = ""
-	s.changed = true
+func (s *stateStore) invalidateSetup() { s.change(func(now *appliedState) { now.Setup.Key = "" }) }
+
+func (s *stateStore) setEntry(subnet string, e entry) {
+	s.change(func(now *appliedState) { now.Subnets[subnet] = e })
 }
 
-// flush writes the state to disk if it has changed. If that fails, the next call tries again. If
-// the state is never written, the next process runs the commands a second time. flush logs only
-// the first of several failures in a row.
+func (s *stateStore) removeEntry(subnet string) {
+	s.change(func(now *appliedState) { delete(now.Subnets, subnet) })
+}
+
+// markUndone records that the setup was undone. After that, each added subnet may or may not exist.
+func (s *stateStore) markUndone() {
+	s.change(func(now *appliedState) {
+		now.Setup = setup{Number: now.Setup.Number}
+		for subnet, e := range now.Subnets {
+			e.Sure = false
+			now.Subnets[subnet] = e
+		}
+	})
+}
+
+// flush writes the state to disk if it has changed. After a failure the next call tries again. If it
+// is never written, the next process runs the commands a second time.
 func (s *stateStore) flush(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -201,8 +185,6 @@ func (s *stateStore) flush(ctx context.Context) {
 	s.changed = err != nil
 }
 
-// remove deletes the state, in memory and on disk. If it cannot delete the file, it returns an
-// error. Otherwise the next call of load reads the file again.
 func (s *stateStore) remove() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
