@@ -27,18 +27,15 @@ type data struct {
 	Data    json.RawMessage `json:",omitempty"` // for the backend inside of the location
 }
 
-// digest returns a short text that differs for different configurations of the backend inside. Two
-// hosts use that backend for each other only if they publish the same digest, because hosts do not
-// read a changed configuration at the same time.
+// digest identifies a configuration of the backend inside. Two hosts use that backend for each other
+// only if they publish the same digest, because hosts do not read a changed configuration at once.
 func digest(same backend.SameLocation) string {
 	sum := sha256.Sum256(append([]byte(same.Type+" "), canonical(same.Raw)...))
 	return hex.EncodeToString(sum[:4])
 }
 
-// canonical returns the same text for all configurations that mean the same: JSON without the key
-// Type and without keys whose value is null, and with the keys in lower case. This is necessary,
-// because the last known state has the configuration as another text than the store, and because
-// the decoder accepts keys in any case.
+// canonical returns the same text for all configurations that mean the same. The last known state has
+// another text than the store, and the decoder accepts keys in any case and ignores null.
 func canonical(raw json.RawMessage) []byte {
 	var object map[string]any
 	d := json.NewDecoder(bytes.NewReader(raw))
@@ -50,8 +47,8 @@ func canonical(raw json.RawMessage) []byte {
 			lower[strings.ToLower(key)] = object[key]
 		}
 	}
-
 	delete(lower, "type")
+
 	text, err := json.Marshal(lower)
 	if err != nil { // cannot happen: the value was decoded from JSON
 		return raw
@@ -62,8 +59,7 @@ func canonical(raw json.RawMessage) []byte {
 // field is the key of data in backend data.
 const field = "Location"
 
-// addTo returns a copy of raw, with d as the value of field. raw is the backend data, and must be a
-// JSON object.
+// addTo returns a copy of raw, a JSON object, with d as the value of field.
 func (d data) addTo(raw json.RawMessage) (json.RawMessage, error) {
 	var object map[string]json.RawMessage
 	err := json.Unmarshal(raw, &object)
@@ -78,8 +74,7 @@ func (d data) addTo(raw json.RawMessage) (json.RawMessage, error) {
 	return raw, nil
 }
 
-// decode returns what backend data says about the location of a host. ok is false if it says
-// nothing usable: the host then has no location.
+// decode returns ok false if the host has no location, or none that can be used.
 func decode(raw json.RawMessage) (d data, ok bool) {
 	if !bytes.Contains(raw, []byte(field)) { // a network may have thousands of hosts without a location
 		return data{}, false

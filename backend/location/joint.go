@@ -52,10 +52,9 @@ func (v *view) Update(ctx context.Context, removed, added []dataplane.Object, sw
 	return v.report(report), err
 }
 
-// report returns r for the backend of v. From r.Refused it leaves out the routes that this backend
-// does not want. If r.Rerouted is set, Rerouted is set in the result, and in the next report for
-// the other backend, because the Reconciler sets it only once.
+// report returns the part of r that is about the backend of v.
 func (v *view) report(r dataplane.Report) dataplane.Report {
+	// The Reconciler sets Rerouted only once, and both backends must hear of it.
 	for _, other := range []*view{v.between, v.inside} {
 		other.rerouted = other.rerouted || r.Rerouted
 	}
@@ -71,12 +70,3 @@ func (*view) Changed() <-chan struct{} { return nil }
 
 // Close implements backend.Reconciler. The network closes the common Reconciler.
 func (*view) Close() error { return nil }
-
-// sweepAt makes the next Reconcile or Update delete each object of the kernel that has the key of
-// one of objects and that no backend wants, even if not all peers are known. sweepAt has no effect
-// if the Reconciler is not a Sweeper.
-func (j *joint) sweepAt(objects []dataplane.Object) {
-	if s, ok := j.Reconciler.(backend.Sweeper); ok {
-		s.SweepAt(objects...)
-	}
-}

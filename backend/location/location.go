@@ -50,15 +50,16 @@ func New(env backend.Env, same backend.SameLocation, between, inside func(backen
 	if b.between, warnings, err = between(half); err != nil {
 		return nil, nil, err
 	}
+
 	half.NewReconciler = func(dataplane.Scope) (backend.Reconciler, error) { return b.joint.inside, nil }
 	half.Underlay = withoutNAT(env.Underlay)
 	if b.inside, more, err = inside(half); err != nil {
 		return nil, nil, fmt.Errorf("SameLocation: %w", err)
 	}
-
 	for _, w := range more {
 		warnings = append(warnings, "SameLocation: "+w)
 	}
+
 	for _, port := range backend.Ports(b.inside) {
 		if slices.Contains(backend.Ports(b.between), port) {
 			return nil, nil, fmt.Errorf("SameLocation has UDP port %d, which %s also has: want another one", port, env.Config.BackendType)
@@ -70,8 +71,7 @@ func New(env backend.Env, same backend.SameLocation, between, inside func(backen
 	return b, warnings, nil
 }
 
-// withoutNAT returns a copy of i whose public addresses are the local ones, because hosts of one
-// location send to each other's local addresses.
+// withoutNAT replaces the public addresses by the local ones, to which hosts of one location send.
 func withoutNAT(i underlay.Interface) underlay.Interface {
 	i.Addrs = slices.Clone(i.Addrs)
 	for n := range i.Addrs {
@@ -165,8 +165,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	return claim, nil
 }
 
-// claimInside returns the claim of the backend inside of the location. prev is the last claim that
-// this host has published. That backend gets only the data in prev that is its own.
+// claimInside returns the claim of the backend inside, which gets only its own data from prev.
 func (b *Backend) claimInside(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	before := subnet.Claim{BackendType: b.sides.inside.LeaseType, Endpoints: slices.Clone(prev.Endpoints)}
 	for i, e := range before.Endpoints {
@@ -179,9 +178,8 @@ func (b *Backend) claimInside(ctx context.Context, prev subnet.Claim) (subnet.Cl
 	return b.inside.Claim(ctx, before)
 }
 
-// asInside returns a lease as the backend inside of the location uses it. It returns nil if the
-// host is not at the location of this host, or if its data cannot be used. why is the reason if the
-// data of a host at the location cannot be used, and otherwise empty.
+// asInside returns a lease as the backend inside uses it. It returns nil if the host is elsewhere, or
+// if its data cannot be used, which why explains.
 func (b *Backend) asInside(l *subnet.Lease) (_ *subnet.Lease, why string) {
 	own := *l
 	own.BackendType = b.sides.inside.LeaseType
@@ -209,9 +207,9 @@ func (b *Backend) asInside(l *subnet.Lease) (_ *subnet.Lease, why string) {
 	return &own, ""
 }
 
-// ownInside returns this host's lease as the backend inside uses it. It calls Claim for the data,
-// because the last known lease may be from a time at which this host had no location.
+// ownInside returns this host's lease as the backend inside uses it.
 func (b *Backend) ownInside(ctx context.Context, own subnet.Lease) (subnet.Lease, error) {
+	// The last known lease may be from a time at which this host had no location.
 	claim, err := b.claimInside(ctx, own.Claim())
 	own.BackendType = b.sides.inside.LeaseType
 	own.NextType = ""

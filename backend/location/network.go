@@ -115,10 +115,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	return out, err
 }
 
-// syncInside makes the backend inside serve the chosen peers, and adds the result to out. If the
-// kernel has no route inside to a peer, syncInside does not refuse the peer, because the backend
-// between locations serves it. On a host without a location, syncInside only deletes what the
-// backend inside of an earlier process has left in the kernel.
+// syncInside makes the backend inside serve the chosen peers, and adds the result to out.
 func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string, out *backend.Outcome) error {
 	if !set.Complete {
 		n.leaveInside(set, keys)
@@ -127,6 +124,7 @@ func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string
 	began := set.Complete && !n.joint.complete
 	n.joint.complete = set.Complete
 	if n.running.inside == nil {
+		// This host has no location. All there is to do is to delete what an earlier process has left.
 		if set.Complete && !began {
 			return nil
 		}
@@ -138,11 +136,13 @@ func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string
 	set.Leases = n.near
 	set.Changed = keys
 	more, err := n.running.inside.Sync(ctx, set)
-	out.Repaired, out.Retry = out.Repaired+more.Repaired, out.Retry || more.Retry
+	out.Repaired += more.Repaired
+	out.Retry = out.Retry || more.Retry
 	if more.Again > 0 && (out.Again == 0 || more.Again < out.Again) {
 		out.Again = more.Again
 	}
 
+	// A peer without a route inside is not refused, because the backend between locations serves it.
 	before := n.failed
 	n.failed = map[string]string{}
 	for _, r := range more.Refused {
@@ -154,10 +154,15 @@ func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string
 	return err
 }
 
-// leaveInside makes the next change delete routes inside that an earlier process may have left, if
-// they lead to known peers that are not served inside. Packets to these peers must not go on in
-// clear text. Until all peers are known, routes to unknown peers must stay.
+// leaveInside makes the next change delete routes that an earlier process has left to peers that are
+// not served inside, so that packets to them do not continue in clear text. Routes to unknown peers
+// stay until all peers are known.
 func (n *network) leaveInside(set backend.Set, keys []string) {
+	sweeper, ok := n.joint.Reconciler.(backend.Sweeper)
+	if !ok {
+		return // in a migration, which decides itself what is deleted
+	}
+
 	var routes []dataplane.Object
 	for _, key := range keys {
 		if l := set.Leases[key]; l != nil && n.near[key] == nil {
@@ -166,12 +171,10 @@ func (n *network) leaveInside(set backend.Set, keys []string) {
 			}
 		}
 	}
-	n.joint.sweepAt(routes)
+	sweeper.SweepAt(routes...)
 }
 
-// examine returns what a peer publishes for the backend inside, and whether that can be used. l is
-// the lease of the peer, or nil if the peer has gone. The result is the zero candidate if the peer
-// has gone, or if this host has no location.
+// examine returns the zero candidate if the peer has gone, and l is nil, or if this host has no location.
 func (n *network) examine(l *subnet.Lease) (c candidate) {
 	if l == nil || n.running.inside == nil {
 		return candidate{}
@@ -186,8 +189,7 @@ func (n *network) examine(l *subnet.Lease) (c candidate) {
 	return c
 }
 
-// choose decides whether the backend inside serves a peer, and records that in near and peers. l is
-// nil if the peer has gone.
+// choose decides whether the backend inside serves a peer. l is nil if the peer has gone.
 func (n *network) choose(ctx context.Context, key string, l *subnet.Lease) {
 	before := n.peers[key]
 	delete(n.near, key)
@@ -197,7 +199,8 @@ func (n *network) choose(ctx context.Context, key string, l *subnet.Lease) {
 	}
 
 	inside, why := n.rivals.decide(key)
-	if n.peers[key] = why; why != "" && why != before {
+	n.peers[key] = why
+	if why != "" && why != before {
 		n.log(ctx, key, why)
 	}
 	if inside != nil {
@@ -205,24 +208,21 @@ func (n *network) choose(ctx context.Context, key string, l *subnet.Lease) {
 	}
 }
 
-// log logs that a peer at the location of this host is not served inside, unless limit has been
-// reached.
 func (n *network) log(ctx context.Context, key, reason string) {
 	if log, ok := n.limit.Next(klog.FromContext(ctx)); ok {
 		log.Error(nil, "packets to a peer at the same location go by the backend between locations", "lease", key, "backend", n.sides.between.Type, "reason", reason)
 	}
 }
 
-// isInside reports whether the backend inside carries the packets to a peer.
 func (n *network) isInside(key string) bool { return n.near[key] != nil && n.failed[key] == "" }
 
 // Choice implements backend.Chooser.
 func (n *network) Choice(key string) backend.Choice {
 	why, known := n.peers[key]
-	switch {
-	case !known:
+	if !known {
 		return backend.Choice{}
-	case n.isInside(key):
+	}
+	if n.isInside(key) {
 		return backend.Choice{Backend: n.sides.inside.Type}
 	}
 	return backend.Choice{Backend: n.sides.between.Type, Waiting: cmp.Or(why, n.failed[key])}

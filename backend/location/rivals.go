@@ -29,8 +29,7 @@ func newRivals() rivals {
 	return rivals{map[string]candidate{}, map[string]map[string]struct{}{}}
 }
 
-// change replaces the candidate of each key by the result of examine. It returns all keys for which
-// decide may now return another result.
+// change examines these keys again. It returns all keys for which decide may now return another result.
 func (r *rivals) change(keys []string, examine func(key string) candidate) []string {
 	affected := map[string]struct{}{}
 	for _, key := range keys {
@@ -42,8 +41,7 @@ func (r *rivals) change(keys []string, examine func(key string) candidate) []str
 	return slices.Collect(maps.Keys(affected))
 }
 
-// addRivals adds keys to the set in the parameter to: those of all hosts that have an identity in
-// common with the host whose key is key. They include that host itself if it has an identity.
+// addRivals adds the keys of all hosts that have an identity in common with a host, including its own.
 func (r *rivals) addRivals(to map[string]struct{}, key string) {
 	for _, id := range r.candidates[key].identities {
 		maps.Copy(to, r.holders[id])
@@ -53,12 +51,13 @@ func (r *rivals) addRivals(to map[string]struct{}, key string) {
 // set replaces the candidate of a host. A zero candidate removes the host.
 func (r *rivals) set(key string, c candidate) {
 	for _, id := range r.candidates[key].identities {
-		if delete(r.holders[id], key); len(r.holders[id]) == 0 {
+		delete(r.holders[id], key)
+		if len(r.holders[id]) == 0 {
 			delete(r.holders, id)
 		}
 	}
-
 	delete(r.candidates, key)
+
 	if c.lease == nil && c.why == "" && len(c.identities) == 0 {
 		return
 	}
@@ -72,10 +71,8 @@ func (r *rivals) set(key string, c candidate) {
 	}
 }
 
-// decide returns the lease with which the backend inside serves a host, or nil if the backend
-// between locations serves it. why is the reason if the host publishes that it is at the location
-// of this host and is still not served inside, for example because another host has the same
-// identity. Otherwise why is empty.
+// decide returns the lease with which the backend inside serves a host, or nil if the backend between
+// locations serves it. why says what keeps a host at this location from being served inside.
 func (r *rivals) decide(key string) (_ *subnet.Lease, why string) {
 	c := r.candidates[key]
 	for _, id := range c.identities {

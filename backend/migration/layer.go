@@ -59,7 +59,7 @@ func newLayer(r *dataplane.Reconciler, networks []netip.Prefix) *layer {
 	return l
 }
 
-// view makes one backend want nothing any more, and returns its Reconciler.
+// view returns the Reconciler of one backend, which wants nothing any more.
 func (l *layer) view(side int) *view {
 	v := l.views[side]
 	v.want = dataplane.NewState()
@@ -91,8 +91,7 @@ func (v *view) Update(ctx context.Context, removed, added []dataplane.Object, _ 
 }
 
 // pass changes the kernel if changes are not deferred. Objects that no backend wants stay, because
-// only the network knows whether both backends have named everything that they want. The report
-// names only the refused routes of this backend.
+// only the network knows whether both backends have named everything that they want.
 func (v *view) pass(ctx context.Context) (dataplane.Report, error) {
 	report := dataplane.Report{Rerouted: v.rerouted}
 	v.rerouted = false
@@ -111,21 +110,22 @@ func (l *layer) sweepGone() {
 	l.gone = nil
 }
 
-// apply makes the common Reconciler apply all changes since the last call of apply. If sweep is
-// set, objects in scope that no backend wants are deleted.
+// apply makes the kernel match all changes since its last call. If sweep is set, objects in scope
+// that no backend wants are deleted.
 func (l *layer) apply(ctx context.Context, sweep bool) (report dataplane.Report, err error) {
-	all := l.all
-	delta := l.delta
-	l.all, l.delta = false, newDelta()
 	if sweep {
 		l.gone = nil
 	}
-	if all {
+	if l.all {
 		report, err = l.reconciler.Reconcile(ctx, l.merged(), sweep)
 	} else {
-		report, err = l.reconciler.Update(ctx, delta.removed(), delta.added(), sweep)
+		removed := slices.Collect(maps.Keys(l.delta.gone))
+		added := slices.Collect(maps.Keys(l.delta.new))
+		report, err = l.reconciler.Update(ctx, removed, added, sweep)
 	}
 
+	l.all = false
+	l.delta = newDelta()
 	for _, v := range l.views {
 		v.rerouted = v.rerouted || report.Rerouted
 	}
@@ -151,45 +151,41 @@ func (l *layer) merged() dataplane.State {
 	return s
 }
 
-// effectiveAll returns the objects that the kernel should have for objects, which the backend
-// wants.
+// effectiveAll returns the objects that the kernel should have for those that the backend wants.
 func (v *view) effectiveAll(objects []dataplane.Object) []dataplane.Object {
 	out := make([]dataplane.Object, 0, len(objects))
 	for _, o := range objects {
-		if r, ok := o.(dataplane.Route); ok {
-			if r, ok := v.effective(r); ok {
-				out = append(out, r)
-			}
-			continue
+		r, ok := o.(dataplane.Route)
+		if !ok {
+			out = append(out, o)
+		} else if r, ok := v.effective(r); ok {
+			out = append(out, r)
 		}
-		out = append(out, o)
 	}
 	return out
 }
 
-// effective returns the route that the kernel should have for r, which the backend wants. ok
-// is false if it should have none.
+// effective returns the route that the kernel should have for one that the backend wants. ok is false
+// if it should have none.
 func (v *view) effective(r dataplane.Route) (_ dataplane.Route, ok bool) {
 	if v.side == next && slices.Contains(v.networks, r.Dst) {
 		return dataplane.Route{}, false
 	}
-	switch {
-	case r.Type != dataplane.Unicast:
+	if r.Type != dataplane.Unicast {
 		return r, true
-	case v.carries(r.Dst):
+	}
+	if v.carries(r.Dst) {
 		return r.AsPlain(), true // so that a probe through the other device finds the route that stands by
 	}
 	return r.Standby(), true
 }
 
-// carries reports whether the backend carries the packets to dst.
 func (v *view) carries(dst netip.Prefix) bool {
 	_, byNext := v.carried[dst]
 	return byNext == (v.side == next)
 }
 
-// route returns the route that the backend has to the subnet of a peer, as if it carried the
-// packets. ok is false if it has none.
+// route returns the backend's route to the subnet of a peer, as if it carried the packets.
 func (v *view) route(dst netip.Prefix) (_ dataplane.Route, ok bool) {
 	for _, r := range v.want.Routes[dst] {
 		if r.Type == dataplane.Unicast {
@@ -200,9 +196,8 @@ func (v *view) route(dst netip.Prefix) (_ dataplane.Route, ok bool) {
 		return dataplane.Route{}, false
 	}
 
-	f := prefix.FamilyOf(dst.Addr())
 	for _, n := range v.networks {
-		if prefix.FamilyOf(n.Addr()) != f {
+		if prefix.FamilyOf(n.Addr()) != prefix.FamilyOf(dst.Addr()) {
 			continue
 		}
 		for _, wide := range v.want.Routes[n] {
@@ -215,7 +210,7 @@ func (v *view) route(dst netip.Prefix) (_ dataplane.Route, ok bool) {
 }
 
 // extra returns the route to dst that the layer adds for a backend with one route to the whole
-// network. It returns nil if the backend wants a route to dst itself, or has no route for it.
+// network, if it does.
 func (v *view) extra(dst netip.Prefix) []dataplane.Object {
 	if len(v.want.Routes[dst]) > 0 {
 		return nil
@@ -249,15 +244,15 @@ func destinations(lists ...[]dataplane.Object) map[netip.Prefix]struct{} {
 	return dsts
 }
 
-// serve makes the backend serve the subnet of a peer if serves is set, and otherwise makes it stop.
+// serve makes the backend serve the subnet of a peer, or stop that.
 func (v *view) serve(dst netip.Prefix, serves bool) {
-	_, before := v.subnets[dst]
-	switch {
-	case serves == before:
-	case serves:
+	if _, before := v.subnets[dst]; serves == before {
+		return
+	}
+	if serves {
 		v.subnets[dst] = struct{}{}
 		v.delta.add(v.extra(dst))
-	default:
+	} else {
 		v.delta.remove(v.extra(dst))
 		delete(v.subnets, dst)
 	}
@@ -284,7 +279,7 @@ func (l *layer) choose(dst netip.Prefix, side int) {
 	}
 }
 
-// routes returns the routes to dst that the kernel should have for the backend.
+// routes are those that the kernel should have for the backend.
 func (v *view) routes(dst netip.Prefix) []dataplane.Object {
 	all := v.extra(dst)
 	for _, r := range v.want.Routes[dst] {
@@ -295,7 +290,6 @@ func (v *view) routes(dst netip.Prefix) []dataplane.Object {
 	return all
 }
 
-// wants reports whether r is one of the routes that the kernel should have for the backend.
 func (v *view) wants(r dataplane.Route) bool {
 	return slices.ContainsFunc(v.routes(r.Dst), func(o dataplane.Object) bool { return o == dataplane.Object(r) })
 }
@@ -316,9 +310,8 @@ func (*view) Changed() <-chan struct{} { return nil }
 // Close implements backend.Reconciler. The network closes the common Reconciler.
 func (*view) Close() error { return nil }
 
-// lacking returns the neighbours, FDB entries and routes that are in have and not in want. It
-// leaves out a neighbour or an FDB entry if want has one with the same key, and a route if want has
-// one to the same destination.
+// lacking returns the neighbours, FDB entries and routes of have for which want has no successor:
+// one with the same key, or a route to the same destination.
 func lacking(have, want dataplane.State) (objects []dataplane.Object) {
 	for key, n := range have.Neighs {
 		if _, ok := want.Neighs[key]; !ok {
@@ -367,15 +360,11 @@ func (d delta) add(objects []dataplane.Object) {
 	}
 }
 
-func (d delta) removed() []dataplane.Object { return slices.Collect(maps.Keys(d.gone)) }
-func (d delta) added() []dataplane.Object   { return slices.Collect(maps.Keys(d.new)) }
-
-// bestRoutes returns for each destination the unicast route with the lowest metric.
 func bestRoutes(s dataplane.State) map[netip.Prefix]dataplane.Route {
 	best := map[netip.Prefix]dataplane.Route{}
 	for r := range s.AllRoutes() {
 		if b, ok := best[r.Dst]; r.Type == dataplane.Unicast && (!ok || r.Priority < b.Priority) {
-			best[r.Dst] = r
+			best[r.Dst] = r // a low metric wins
 		}
 	}
 	return best

@@ -216,8 +216,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	return claim, nil
 }
 
-// claimNext returns the claim of the next backend, or an error if that backend finds out that it
-// cannot start on this host.
+// claimNext fails if the next backend finds out that it cannot start on this host.
 func (b *Backend) claimNext(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	if err := backend.Usable(ctx, b.parts[next].be); err != nil {
 		return subnet.Claim{}, err
@@ -225,8 +224,7 @@ func (b *Backend) claimNext(ctx context.Context, prev subnet.Claim) (subnet.Clai
 	return b.parts[next].claim(ctx, prev)
 }
 
-// claim returns the claim of one backend. The backend gets only the data in prev that it has
-// published itself, alone or in a migration, and never data of another backend.
+// claim gives the backend only the data in prev that it has published itself, alone or in a migration.
 func (p part) claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	own, ok := p.side.Of(&subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints})
 	before := subnet.Claim{BackendType: p.side.LeaseType, Endpoints: slices.Clone(prev.Endpoints)}

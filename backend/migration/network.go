@@ -96,23 +96,23 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// startPresent starts the present backend. It returns an error if own has no data for that backend,
-// for example because own comes from another configuration. The present backend cannot use the data
-// of another one, because peers send to this host by what its lease says.
 func (b *Backend) startPresent(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	part := b.parts[present]
 	l, ok := part.side.Of(&own)
 	if !ok {
-		return nil, fmt.Errorf("start %s: %w: %w", part.side.Type, subnet.ErrUnfit, errNoData) // this host needs a new lease from the store
+		// own comes from another configuration. Peers send to this host by what its lease says, so it
+		// needs a new one from the store.
+		return nil, fmt.Errorf("start %s: %w: %w", part.side.Type, subnet.ErrUnfit, errNoData)
 	}
 	return part.be.Start(ctx, *l)
 }
 
-// follow forwards the signals Changed and Republish of the network of one backend, and makes
-// PathMTU ask that network.
+// follow forwards the signals of a backend that has started, and makes PathMTU ask it.
 func (n *network) follow(side int) {
 	n.Forward(n.running[side].Changed())
-	n.noteSizer(side)
+	if s, ok := n.running[side].(backend.PathSizer); ok {
+		n.sizers[side].Store(&s)
+	}
 	p, ok := n.running[side].(backend.Publisher)
 	if !ok {
 		return
@@ -138,12 +138,10 @@ func (n *network) Republish() <-chan struct{} { return n.republish }
 // nothing.
 func (*network) Published(subnet.Claim) {}
 
-// errNoData means that this host's lease has no data for a backend.
 var errNoData = errors.New("this host's lease has no data for it")
 
-// lackOfData returns why this host's lease has no data for the next backend. If the next backend has a
-// claim by now, lackOfData asks for the new claim to be published. The network ends when that has
-// happened.
+// lackOfData says why this host's lease has no data for the next backend. If that backend can claim
+// some by now, lackOfData asks for the publication, after which another network replaces this one.
 func (n *network) lackOfData(ctx context.Context) error {
 	if _, err := n.claimNext(ctx, n.own.Claim()); err != nil {
 		return err
@@ -155,8 +153,7 @@ func (n *network) lackOfData(ctx context.Context) error {
 // Reclaim implements backend.Reclaimer.
 func (n *network) Reclaim() <-chan struct{} { return n.claimable }
 
-// startNext tries to start the next backend. After an error it sets the time of the next try. It
-// logs only the first error of a series.
+// startNext tries to start the next backend, and logs only the first error of a series.
 func (n *network) startNext(ctx context.Context) {
 	part := n.parts[next]
 	var err error
@@ -171,23 +168,25 @@ func (n *network) startNext(ctx context.Context) {
 		if n.notStarted == nil {
 			klog.FromContext(ctx).Error(err, "the next backend does not start: packets go on by the present one", "next", part.side.Type)
 		}
-		n.notStarted, n.nextStart = err, time.Now().Add(n.again.Next())
+		n.notStarted = err
+		n.nextStart = time.Now().Add(n.again.Next())
 		return
 	}
+
 	n.follow(next)
 	n.notStarted = nil
 	klog.FromContext(ctx).Info("the next backend is running", "next", part.side.Type)
 }
 
-// attempt starts the next backend. If one of its ports is in use, attempt closes what an earlier
-// network has left running on these ports, and tries once more. The owner of the network cannot do
-// that, because Start does not return this error to it.
 func (n *network) attempt(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	be := n.parts[next].be
 	running, err := be.Start(ctx, own)
 	if n.env.FreePorts == nil || !errors.Is(err, unix.EADDRINUSE) {
 		return running, err
 	}
+
+	// An earlier network may have left something running on these ports. The owner of this network
+	// closes that if Start fails, but the next backend does not make Start fail.
 	if failed := n.env.FreePorts(backend.Ports(be)); failed != nil {
 		return nil, oneline.Join(err, failed)
 	}
@@ -195,7 +194,7 @@ func (n *network) attempt(ctx context.Context, own subnet.Lease) (backend.Networ
 	return be.Start(ctx, own)
 }
 
-// MTU implements backend.Network. Both backends can carry packets of that size, also if the next
+// MTU implements backend.Network. Both backends can carry packets of that size, even if the next
 // one does not run yet.
 func (n *network) MTU() int {
 	mtu := n.running[present].MTU()
@@ -225,10 +224,10 @@ func (n *network) split(l *subnet.Lease) (leases [sides]*subnet.Lease) {
 // matter as long as the present one can serve the peer.
 func (n *network) Check(l subnet.Lease) ([]string, error) {
 	leases := n.split(&l)
-	switch {
-	case leases[present] != nil:
+	if leases[present] != nil {
 		return n.running[present].Check(*leases[present])
-	case n.running[next] == nil:
+	}
+	if n.running[next] == nil {
 		return nil, nil // Sync refuses the peer as long as the next backend does not run
 	}
 	return n.running[next].Check(*leases[next])
@@ -246,7 +245,8 @@ func (n *network) CheckNext(l subnet.Lease) (identities []string, without *subne
 		return nil, nil // the present backend serves the peer, see remember
 	}
 	less := *leases[present]
-	less.NextType, less.Endpoints = "", slices.Clone(less.Endpoints)
+	less.NextType = ""
+	less.Endpoints = slices.Clone(less.Endpoints)
 	for i := range less.Endpoints {
 		less.Endpoints[i].NextData = nil
 	}
@@ -262,6 +262,8 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 		set.All = set.All || started // the next backend knows no peers yet
 	}
 
+	// Both backends state what they want before anything is written, so that one request replaces the
+	// best route to a peer that moves.
 	n.layer.deferred = true
 	changed := n.update(set)
 	probed := n.prober.take()
@@ -269,6 +271,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	out, err := n.syncParts(ctx, set, answered)
 	n.decide(changed, probed)
 	n.layer.deferred = false
+
 	anyRoute := set.All || n.layer.all          // otherwise only the routes to changed peers may differ
 	if set.Complete && n.running[next] == nil { // objects that only the next backend knows must stay
 		n.layer.sweepGone()
@@ -308,8 +311,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	return out, err
 }
 
-// sharedDevice returns the name of the external interface if a backend has no device of its own,
-// and otherwise "".
+// sharedDevice returns the external interface if a backend has no device of its own, and otherwise "".
 func (n *network) sharedDevice() string {
 	for _, p := range n.parts {
 		if len(p.be.Scope().Devices) == 0 {
@@ -319,8 +321,8 @@ func (n *network) sharedDevice() string {
 	return ""
 }
 
-// held reports whether a peer keeps this host from the next step after the end of the migration: one to which
-// it sends by the present backend, or in the stage Leaving one that may send to it by that backend.
+// held reports whether a peer keeps this host from the next stage: one to which it sends over the
+// present backend, or in the stage Leaving one that may send to it over that backend.
 func (n *network) held() bool {
 	if n.env.Config.Stage == subnet.Leaving {
 		return n.running[next] == nil || len(n.senders) > 0
@@ -328,7 +330,7 @@ func (n *network) held() bool {
 	return n.running[next] == nil || n.byNext < len(n.peers)
 }
 
-// sooner returns the shorter of two times. If a is zero, it means never. b must not be zero.
+// sooner takes zero as never for a. b must not be zero.
 func sooner(a, b time.Duration) time.Duration {
 	if a == 0 || b < a {
 		return b
@@ -363,8 +365,8 @@ func (n *network) update(set backend.Set) []string {
 	return changed
 }
 
-// forget removes the leases of a peer and returns its subnets. The peer itself stays, because it
-// may only have changed its lease.
+// forget removes the leases of a peer and returns its subnets. The peer itself stays: it may only
+// have changed its lease.
 func (n *network) forget(key string) []netip.Prefix {
 	p := n.peers[key]
 	if p == nil {
@@ -402,7 +404,8 @@ func (n *network) remember(key string, l *subnet.Lease) {
 	leases := n.split(l)
 	if leases[next] != nil && leases[present] != nil && n.running[next] != nil {
 		if _, err := n.running[next].Check(*leases[next]); err != nil {
-			leases[next], p.unusable = nil, err.Error()
+			leases[next] = nil
+			p.unusable = err.Error()
 		}
 	}
 	if leases[present] == nil {
@@ -427,12 +430,11 @@ func (n *network) remember(key string, l *subnet.Lease) {
 	}
 }
 
-// syncParts passes the peers to both backends. An error of the next backend is an error of the
-// network only if that backend carries packets. answered contains the keys of the peers that have
-// answered probes. They count as changed, with one exception: if no lease has changed, the backends
-// get a set without any change once in comparePause, because some backends compare all peers with
-// the kernel only in such a pass.
+// syncParts passes the peers to both backends. answered contains the keys of the peers that have
+// answered probes, which count as changed.
 func (n *network) syncParts(ctx context.Context, set backend.Set, answered []string) (out backend.Outcome, err error) {
+	// Some backends compare all peers with the kernel only in a pass without changes, so they must get
+	// one now and then, even if probes come back all the time.
 	if len(set.Changed) > 0 || time.Since(n.compared) < comparePause {
 		set.Changed = slices.Concat(set.Changed, answered)
 	} else {
@@ -447,7 +449,8 @@ func (n *network) syncParts(ctx context.Context, set backend.Set, answered []str
 		s := set
 		s.Leases = n.leases[i]
 		o, failed := part.Sync(ctx, s)
-		out.Retry, out.Repaired = out.Retry || o.Retry, out.Repaired+o.Repaired
+		out.Retry = out.Retry || o.Retry
+		out.Repaired += o.Repaired
 		if o.Again > 0 {
 			out.Again = sooner(out.Again, o.Again)
 		}
@@ -465,36 +468,33 @@ func (n *network) syncParts(ctx context.Context, set backend.Set, answered []str
 // changes, and so may compare all peers with the kernel.
 const comparePause = 30 * time.Second
 
-// noteNext records err, the error of the next backend or nil. It returns err if that backend
-// carries packets to at least one peer. Otherwise it logs the error, unless the same error was
-// logged last, and returns nil.
+// noteNext returns err, the error of the next backend, only if that backend carries packets. Otherwise
+// it logs the error, unless it was logged last.
 func (n *network) noteNext(ctx context.Context, err error) error {
-	switch {
-	case err == nil || n.byNext > 0:
+	if err == nil || n.byNext > 0 {
 		n.nextError = ""
 		return err
-	case err.Error() != n.nextError:
+	}
+	if err.Error() != n.nextError {
 		n.nextError = err.Error()
 		klog.FromContext(ctx).Error(err, "the next backend is not in order, trying again: packets go on by the present one", "next", n.parts[next].side.Type)
 	}
 	return nil
 }
 
-// decide decides which backend carries the packets to the peers with the keys in changed and
-// probed. probed contains the targets of probes that have come back. They do not count if the peer
-// has other targets now.
+// decide chooses the backend of peers that have changed, or that have answered probes to the given
+// targets.
 func (n *network) decide(changed []string, probed map[string][]target) {
 	for _, key := range changed {
 		n.move(key, false)
 	}
 	for key, targets := range probed {
-		n.move(key, slices.Equal(targets, n.targets(key)))
+		n.move(key, slices.Equal(targets, n.targets(key))) // the peer may have other targets by now
 	}
 }
 
-// move chooses which of the two backends carries the packets to one peer, and sets the routes
-// to the peer's subnets accordingly. probed is true if a probe through the next backend has
-// reached all targets that the peer has now.
+// move chooses the backend of one peer. probed is true if a probe through the next backend has
+// reached all of its targets.
 func (n *network) move(key string, probed bool) {
 	p := n.peers[key]
 	if p == nil {
@@ -517,8 +517,8 @@ func (n *network) move(key string, probed bool) {
 // movedPause is the least time between two log lines about peers that have changed their backend.
 const movedPause = 5 * time.Second
 
-// logMoved logs how many peers have changed their backend since it logged last, at most once in
-// movedPause. It returns the time until it must be called again, or zero if all are logged.
+// logMoved logs how many peers have changed their backend since it logged last. It returns the time
+// until it must be called again, or zero if all are logged.
 func (n *network) logMoved(ctx context.Context, now time.Time) (again time.Duration) {
 	if n.moved == 0 {
 		return 0
@@ -533,10 +533,8 @@ func (n *network) logMoved(ctx context.Context, now time.Time) (again time.Durat
 	return 0
 }
 
-// sideOf returns the backend that should carry the packets to a peer. A peer with data for both
-// backends changes to the next one when probes have come back. It goes back to the present one only
-// if the peer, or this host, no longer has the next one. Before the first decision about the peer,
-// the routes that were in the kernel at the start count.
+// sideOf returns the backend that should carry the packets to a peer. Once a peer has moved to the
+// next backend, it goes back only if the peer, or this host, no longer has that.
 func (n *network) sideOf(key string, p *peer, probed bool) int {
 	byNext := n.leases[next][key] != nil && n.running[next] != nil
 	switch {
@@ -546,14 +544,13 @@ func (n *network) sideOf(key string, p *peer, probed bool) int {
 		return next
 	case p.decided:
 		return p.side
-	case n.wasNext(p):
+	case n.wasNext(p): // an earlier process had moved it
 		return next
 	}
 	return present
 }
 
-// wasNext reports whether the kernel's routes to a peer were those of the next backend when
-// the network started.
+// wasNext reports whether the routes to a peer were those of the next backend when the network started.
 func (n *network) wasNext(p *peer) bool {
 	return len(p.subnets) > 0 && !slices.ContainsFunc(p.subnets, func(s netip.Prefix) bool {
 		r, ok := n.layer.views[next].route(s)
@@ -567,28 +564,27 @@ func (n *network) wasNext(p *peer) bool {
 	})
 }
 
-// count makes side the backend of p, and updates byNext and the waiters.
 func (n *network) count(p *peer, side int) {
-	switch {
-	case p.side == next && side == present:
-		n.byNext--
-		n.waiters.add(p, time.Now())
-	case p.side == present && side == next:
-		n.byNext++
-		p.due = time.Time{}
+	if p.side == side {
+		return
 	}
 	p.side = side
+	if side == next {
+		n.byNext++
+		p.due = time.Time{}
+	} else {
+		n.byNext--
+		n.waiters.add(p, time.Now())
+	}
 }
 
-// noteRefused records each refused route at its peer, and forgets the earlier ones. A route to the
-// whole network belongs to no peer. Its refusal is an error, unless the backend's own device is
-// directly connected to the network.
+// noteRefused records each refused route at its peer, instead of the earlier ones.
 func (n *network) noteRefused(ctx context.Context, refused []dataplane.Refusal) error {
 	for _, p := range n.refused {
 		p.refused = [sides]string{}
 	}
-
 	n.refused = n.refused[:0]
+
 	var errs [sides]error
 	for _, r := range refused {
 		side := present
@@ -598,7 +594,7 @@ func (n *network) noteRefused(ctx context.Context, refused []dataplane.Refusal) 
 		if p := n.peers[n.bySubnet[r.Route.Dst]]; p != nil {
 			p.refused[side] = r.Reason
 			n.refused = append(n.refused, p)
-		} else if r.Dev != r.Route.Dev {
+		} else if r.Dev != r.Route.Dev { // to the whole network, and not because of the backend's own device
 			errs[side] = oneline.Join(errs[side], fmt.Errorf("put %s: %s", r.Route, r.Reason))
 		}
 	}
@@ -608,7 +604,6 @@ func (n *network) noteRefused(ctx context.Context, refused []dataplane.Refusal) 
 	return oneline.Join(errs[present], n.noteNext(ctx, errs[next]))
 }
 
-// refusals returns the peers that this host cannot reach, with the reasons.
 func (n *network) refusals() (all []subnet.Refusal) {
 	for _, p := range n.refused {
 		if why := p.refused[p.side]; why != "" && len(p.subnets) > 0 {
@@ -624,8 +619,7 @@ func (n *network) refusals() (all []subnet.Refusal) {
 	return all
 }
 
-// waiting returns the reason why the next backend does not carry the packets to a peer, or "" if it
-// does or if there is no such peer.
+// waiting says why the next backend does not carry the packets to a peer. It returns "" if it does.
 func (n *network) waiting(key string) string {
 	p := n.peers[key]
 	name := n.parts[next].side.Type
@@ -644,7 +638,7 @@ func (n *network) waiting(key string) string {
 	return fmt.Sprintf("no probe by %s has come back", name)
 }
 
-// nameWaiting logs the peers that do not follow to the next backend within patience, each once. It
+// nameWaiting logs each peer once that does not follow to the next backend within patience. It
 // returns the time until there may be more of them, or zero if no peer waits.
 func (n *network) nameWaiting(ctx context.Context, now time.Time) (again time.Duration) {
 	peers, again := n.waiters.late(now)
@@ -665,8 +659,8 @@ func (n *network) nameWaiting(ctx context.Context, now time.Time) (again time.Du
 	return again
 }
 
-// aim makes the prober probe each peer with one of these keys that could change to the next
-// backend. The prober stops probing the other peers with these keys.
+// aim makes the prober probe those of these peers that could change to the next backend, and no others
+// of them.
 func (n *network) aim(keys []string) {
 	if n.running[next] == nil { // the next backend has never run, so there are no probes
 		return
@@ -676,12 +670,8 @@ func (n *network) aim(keys []string) {
 	}
 }
 
-// targets returns the targets that probes of a peer through the next backend must reach, or none if
-// the peer cannot change to that backend. The addresses are base addresses of subnets. The peer
-// sends the answer from such an address by its own route to this host, so each host can change the
-// backend for its own packets before the other one does. Over IPv6 the answer may come from another
-// address, and the peer's kernel then sends it through the device of the request. The probes have
-// the size of the largest packets of pods.
+// targets returns what probes of a peer through the next backend must reach. It returns none if the
+// peer cannot change to that backend.
 func (n *network) targets(key string) (all []target) {
 	p := n.peers[key]
 	l := n.leases[next][key]
@@ -689,6 +679,9 @@ func (n *network) targets(key string) (all []target) {
 		return nil
 	}
 
+	// Probes go between base addresses of subnets. The peer answers over its own route to this host,
+	// so each host can change the backend for its own packets before the other one does. Over IPv6 the
+	// answer may have another address, and goes through the device of the request.
 	for _, e := range l.Endpoints {
 		own, has := n.own.Endpoint(e.Family())
 		r, ok := n.layer.views[next].route(e.Subnet)
@@ -708,13 +701,6 @@ func (n *network) Choice(key string) backend.Choice {
 		return backend.Choice{}
 	}
 	return backend.Choice{Backend: n.parts[p.side].side.Type, Waiting: n.waiting(key)}
-}
-
-// noteSizer makes PathMTU ask the network of a backend if that network is a PathSizer.
-func (n *network) noteSizer(side int) {
-	if s, ok := n.running[side].(backend.PathSizer); ok {
-		n.sizers[side].Store(&s)
-	}
 }
 
 // PathMTU implements backend.PathSizer. It returns the smaller one of the path MTUs that the two

@@ -7,7 +7,6 @@ import (
 	"time"
 )
 
-// peer is the state of a peer.
 type peer struct {
 	key      string // of the lease
 	subnets  []netip.Prefix
@@ -38,7 +37,6 @@ type waiter struct {
 	due  time.Time // if it differs from peer.due, the peer no longer waits with this entry
 }
 
-// add adds a peer that waits from now on.
 func (w *waiters) add(p *peer, now time.Time) {
 	p.due = now.Add(patience)
 	*w = append(*w, waiter{p, p.due})

@@ -102,8 +102,7 @@ func newProber(notify func()) *prober {
 	return p
 }
 
-// aim replaces the targets of a peer. Without targets, the peer is no longer probed. If the peer is
-// probed at the same targets already, or has just answered at them, aim changes nothing.
+// aim replaces the targets of a peer. Without targets, the peer is no longer probed.
 func (p *prober) aim(key string, targets []target) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -114,7 +113,7 @@ func (p *prober) aim(key string, targets []target) {
 		p.drop(key)
 	}
 	if answered, ok := p.answered[key]; ok && slices.Equal(answered, targets) {
-		return
+		return // take has not been called since
 	}
 
 	delete(p.answered, key)
@@ -130,7 +129,7 @@ func (p *prober) aim(key string, targets []target) {
 	p.changed.Send()
 }
 
-// take returns the peers that have answered since the last call, with the targets of the probes.
+// take returns the peers that have answered since the last call, with their targets.
 func (p *prober) take() map[string][]target {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -144,7 +143,6 @@ func (p *prober) drop(key string) {
 	delete(p.peers, key)
 }
 
-// run probes peers until ctx ends.
 func (p *prober) run(ctx context.Context) {
 	defer func() { _ = p.pinger.Close() }()
 	var probes sync.WaitGroup
@@ -160,8 +158,7 @@ func (p *prober) run(ctx context.Context) {
 	}
 }
 
-// next returns the peer that is due first, which then counts as probed, and the time until next must be called again.
-// It returns no peer if none is due.
+// next returns the peer to probe now, if any, and the time until next must be called again.
 func (p *prober) next(now time.Time) (peer *probed, pause time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -179,7 +176,6 @@ func (p *prober) next(now time.Time) (peer *probed, pause time.Duration) {
 	return peer, probePause
 }
 
-// probe sends a request to each target of a peer, and records the peer as answered if all are answered.
 func (p *prober) probe(ctx context.Context, peer *probed) {
 	for _, t := range peer.targets {
 		_, err := p.ping(ctx, t.to, ping.Path{Device: t.device, From: t.from, Size: t.size}, answerTimeout)

@@ -36,8 +36,7 @@ func (d data) encode() (json.RawMessage, error) {
 	return raw, nil
 }
 
-// decode decodes a lease's backend data. known is false if there is no data: the host has no
-// tunnel, like a host with flannel. decode returns an error if the data is not of this form.
+// decode returns known false if there is no data: the host has no tunnel, like a host with flannel.
 func decode(raw json.RawMessage) (d data, known bool, err error) {
 	if len(raw) == 0 {
 		return d, false, nil
@@ -48,14 +47,11 @@ func decode(raw json.RawMessage) (d data, known bool, err error) {
 	return d, true, nil
 }
 
-// routed reports whether the table that packets of the host follow has a route to the subnet of the
-// host. Other hosts that follow the same table then reach this host by the cloud.
+// routed reports whether hosts that follow the same table as this one reach it through the cloud.
 func (d data) routed() bool { return d.Table != "" && slices.Contains(d.Routed, d.Table) }
 
-// obstacle returns why the routers of the cloud do not carry the packets between this host and a
-// peer, or "" if they do. They must carry the packets of both directions, because a firewall
-// between the hosts may expect to see both directions, and the reverse path filter of the external
-// interface may be strict. Both hosts come to the same decision, because both know both leases.
+// obstacle says why the routers of the cloud do not carry the packets between this host and a peer.
+// It returns "" if they do. Both hosts come to the same decision, because both know both leases.
 func obstacle(own, peer data) string {
 	because := func(what string, d data) string {
 		if why := reasons()[d.Why]; why != "" {
@@ -64,6 +60,8 @@ func obstacle(own, peer data) string {
 		return what
 	}
 
+	// Only both directions together: a firewall between the hosts may expect to see both, and the
+	// reverse path filter of the external interface may be strict.
 	switch {
 	case own.Table == "":
 		return because("this host has found no route table that its packets follow", own)
@@ -87,18 +85,14 @@ func reasons() map[string]string {
 	}
 }
 
-// after returns the data that replaces d after a comparison of the routes, for the subnet dst of
-// this host. err is the error of the comparison. r describes the last comparison that could read
-// the tables. A route that a call has just put counts only if it counted before, because the
-// routers may not follow it yet.
+// after returns the data that replaces d after a comparison of the routes to dst, which err ended. r
+// describes the last comparison that could read the tables.
 func (d data) after(r cloud.Report, dst netip.Prefix, err error) data {
 	next := data{Table: d.Table, Routed: d.Routed, Overflow: d.Overflow}
 	if r.Dropped { // the packets are dropped even if the last comparison has failed for another reason
-		r = cloud.Report{}
-		next.Table = ""
-		next.Routed = nil
+		r.Tables = nil
 	}
-	if len(r.Tables) > 0 {
+	if r.Dropped || len(r.Tables) > 0 {
 		next.Table = ""
 		next.Routed = nil
 	}
@@ -107,6 +101,8 @@ func (d data) after(r cloud.Report, dst netip.Prefix, err error) data {
 		if t.Own {
 			next.Table = t.Name
 		}
+
+		// The routers may not follow a route yet that a call has just put. It counts if it counted before.
 		right := func(route cloud.RouteReport) bool {
 			return route.Table == t.ID && route.Dst == dst && route.Present && (route.Seen || slices.Contains(d.Routed, t.Name))
 		}
@@ -116,12 +112,13 @@ func (d data) after(r cloud.Report, dst netip.Prefix, err error) data {
 	}
 
 	slices.Sort(next.Routed)
-	switch {
-	case next.routed() || err == nil:
-	case d.Why != "" && cloud.Transient(err) || cloud.Kind(err) == "waiting": // so that an outage does not change all leases
-		next.Why = d.Why
-	default:
-		next.Why = cloud.Kind(err)
+	if next.routed() || err == nil {
+		return next
+	}
+
+	next.Why = cloud.Kind(err)
+	if d.Why != "" && cloud.Transient(err) || cloud.Kind(err) == "waiting" {
+		next.Why = d.Why // so that an outage does not change all leases
 	}
 	return next
 }

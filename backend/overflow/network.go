@@ -121,6 +121,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	set.Leases = n.leases
 	set.Changed = keys
 	out, err := n.tunnel.Sync(ctx, set)
+
 	out.Repaired += repaired
 	for key, reason := range n.refused {
 		out.Refused = append(out.Refused, subnet.Refusal{Key: key, Reason: reason})
@@ -137,11 +138,9 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	return out, err
 }
 
-// refresh updates the data of this host after a comparison of the routes. It does nothing before
-// the first comparison. If the data has changed, refresh asks for its publication, with one
-// exception: a new host that has just put its first route waits for the next comparison, because
-// that changes the data again. anew is set if peers may have to be served in another way. repaired
-// is the number of routes that were repaired since the last call.
+// refresh updates the data of this host after a comparison of the routes, and asks for its publication
+// if it has changed. anew is set if peers may have to be served in another way. repaired is the number
+// of routes that were repaired since the last call.
 func (n *network) refresh() (repaired int, anew bool, err error) {
 	repaired, compared, failed := n.Last()
 	if !compared {
@@ -164,7 +163,10 @@ func (n *network) refresh() (repaired int, anew bool, err error) {
 		}
 		n.data[e.Family()] = d
 		own.Endpoints[i].Data = raw
-		soon := n.published[e.Family()].Table == "" && d.Table != "" && !d.routed() && failed == nil // the next comparison sees its first route
+
+		// A new host has just put its first route. The next comparison sees that, and changes the data
+		// again, so it is not worth a write now.
+		soon := n.published[e.Family()].Table == "" && d.Table != "" && !d.routed() && failed == nil
 		changed = changed || string(raw) != string(e.Data) && !soon
 	}
 	if changed {
@@ -204,9 +206,8 @@ func (n *network) choose(key string, l *subnet.Lease) {
 	}
 }
 
-// serve decides for each family whether the cloud or the tunnel carries the packets to a peer, and
-// records the result in peers and leases. If neither of them can carry the packets, serve records
-// the reason in refused.
+// serve decides for each family whether the cloud or the tunnel carries the packets to a peer. If
+// neither can, it refuses the peer.
 func (n *network) serve(key string, l *subnet.Lease) {
 	n.peers[key] = ""
 	var withTunnel []prefix.Family
@@ -219,14 +220,16 @@ func (n *network) serve(key string, l *subnet.Lease) {
 		}
 
 		why := obstacle(own, d)
-		switch {
-		case why == "" || !known && (!n.compared || own.Table != "" && n.failed == nil || cloud.Kind(n.failed) == "waiting"): // a peer without data is not refused only because a route is not seen yet
-		case d.Overflow == nil:
-			n.refused[key] = fmt.Sprintf("it publishes no data for %s, and the cloud does not carry the packets: %s", n.side.Type, why)
-		default:
-			n.peers[key] = why
-			withTunnel = append(withTunnel, e.Family())
+		unseen := !n.compared || own.Table != "" && n.failed == nil || cloud.Kind(n.failed) == "waiting"
+		if why == "" || !known && unseen { // the route may only not be seen yet, which is no reason to refuse a peer
+			continue
 		}
+		if d.Overflow == nil {
+			n.refused[key] = fmt.Sprintf("it publishes no data for %s, and the cloud does not carry the packets: %s", n.side.Type, why)
+			continue
+		}
+		n.peers[key] = why
+		withTunnel = append(withTunnel, e.Family())
 	}
 	if len(withTunnel) == 0 {
 		return
@@ -243,10 +246,10 @@ func (n *network) serve(key string, l *subnet.Lease) {
 // Choice implements backend.Chooser.
 func (n *network) Choice(key string) backend.Choice {
 	obstacle, known := n.peers[key]
-	switch {
-	case !known:
+	if !known {
 		return backend.Choice{}
-	case obstacle != "":
+	}
+	if obstacle != "" {
 		return backend.Choice{Backend: n.side.Type, Waiting: obstacle}
 	}
 	return backend.Choice{Backend: n.cloud.Type}

@@ -116,8 +116,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	return claim, nil
 }
 
-// tunnelled returns a copy of l as the tunnel uses it, with only the endpoints for which chosen
-// returns true.
+// tunnelled returns the chosen endpoints of l as the tunnel uses them.
 func (b *Backend) tunnelled(l *subnet.Lease, chosen func(subnet.Endpoint) bool) *subnet.Lease {
 	own := *l
 	own.BackendType = b.side.LeaseType

@@ -15,9 +15,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// problem returns what is wrong with the routes of the cloud to this host, and whether the cloud
-// or the tunnel carries its packets. It returns "" if nothing is wrong. own is the data of this
-// host, and failed the error of the last comparison of the routes.
+// problem says what is wrong with the routes of the cloud to this host, and what carries its packets
+// now. It returns "" if nothing is wrong.
 func problem(own map[prefix.Family]data, failed error, tunnel string) string {
 	reason := oneline.Text(failed)
 	for _, d := range own {
@@ -26,10 +25,10 @@ func problem(own map[prefix.Family]data, failed error, tunnel string) string {
 		}
 	}
 
-	switch {
-	case reason == "": // nothing is wrong if a route was just put: the next comparison sees it
+	if reason == "" { // nothing is wrong if a route was just put: the next comparison sees it
 		return ""
-	case allRouted(own):
+	}
+	if allRouted(own) {
 		return "the routers of the cloud go on to carry the packets of this host: " + reason
 	}
 	return tunnel + " carries the packets of this host: " + reason
@@ -55,8 +54,7 @@ type journal struct {
 	tunnelled int       // logged number of peers by the tunnel
 }
 
-// problem logs a problem with the routes to this host, or the end of one, and warns of a problem.
-// An error of the same kind is not logged again, because its text may differ each time.
+// problem logs and warns when the kind of the problem changes. The text may differ each time.
 func (j *journal) problem(ctx context.Context, own map[prefix.Family]data, failed error) {
 	text := problem(own, failed, j.tunnel)
 	kind := ""
@@ -67,8 +65,9 @@ func (j *journal) problem(ctx context.Context, own map[prefix.Family]data, faile
 		return
 	}
 
+	j.own = kind
 	log := klog.FromContext(ctx)
-	if j.own = kind; text == "" {
+	if text == "" {
 		log.Info("the routes of the cloud to this host are in order")
 		return
 	}
@@ -82,9 +81,8 @@ func (j *journal) problem(ctx context.Context, own map[prefix.Family]data, faile
 // peersPause is the least time between two log lines about peers.
 const peersPause = 5 * time.Second
 
-// peers logs how many peers need the tunnel, and some of them with the reason, if that has
-// changed for a peer since the last log line. It logs at most once in peersPause. It returns the
-// time until it must be called again, or zero if nothing waits to be logged.
+// peers logs how many peers need the tunnel, and some of them with the reason, if that has changed.
+// It returns the time until it must be called again, or zero if nothing waits to be logged.
 func (j *journal) peers(ctx context.Context, obstacles map[string]string, now time.Time) (again time.Duration) {
 	if !j.changed {
 		return 0
