@@ -12,8 +12,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-// connect returns a client for the region of this host. It reads the region and the id of the
-// instance from the metadata service.
 func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, error) {
 	metadata, err := access.Endpoint("ALIBABA_CLOUD_METADATA_ENDPOINT", "http://100.100.100.200")
 	if err != nil {
@@ -36,7 +34,12 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 		}
 	}
 
-	c.Keys = provider(cfg, c.Metadata)
+	// flannel reads the first two environment variables, and programs of Alibaba Cloud the others.
+	c.Keys = access.First(c.Metadata.Keys,
+		cfg.keys(),
+		access.Keys{ID: os.Getenv("ACCESS_KEY_ID"), Secret: os.Getenv("ACCESS_KEY_SECRET")},
+		access.Keys{ID: os.Getenv("ALIBABA_CLOUD_ACCESS_KEY_ID"), Secret: os.Getenv("ALIBABA_CLOUD_ACCESS_KEY_SECRET"), Token: os.Getenv("ALIBABA_CLOUD_SECURITY_TOKEN")},
+	)
 	if c.vpc.endpoint, err = access.Endpoint("ALIBABA_CLOUD_VPC_ENDPOINT", "https://vpc."+c.region+".aliyuncs.com"); err != nil {
 		return nil, err
 	}
@@ -46,28 +49,14 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 	return c, nil
 }
 
-// ecsHost returns the name of the service ECS in a region. One region has no name of its own. Source: services/ecs of
-// alibaba-cloud-sdk-go.
 func ecsHost(region string) string {
+	// One region has no name of its own, according to services/ecs of alibaba-cloud-sdk-go.
 	if region == "cn-hangzhou-finance" {
 		return "ecs.aliyuncs.com"
 	}
 	return "ecs." + region + ".aliyuncs.com"
 }
 
-// provider returns the first one of these sources that has keys: the configuration, the
-// environment with the names of flannel, the environment with those of Alibaba Cloud, and the role
-// of the instance.
-func provider(cfg config, metadata *access.Metadata) access.Provider {
-	return access.First(metadata.Keys,
-		cfg.keys(),
-		access.Keys{ID: os.Getenv("ACCESS_KEY_ID"), Secret: os.Getenv("ACCESS_KEY_SECRET")},
-		access.Keys{ID: os.Getenv("ALIBABA_CLOUD_ACCESS_KEY_ID"), Secret: os.Getenv("ALIBABA_CLOUD_ACCESS_KEY_SECRET"), Token: os.Getenv("ALIBABA_CLOUD_SECURITY_TOKEN")},
-	)
-}
-
-// vSwitch returns the id of the vSwitch of the network interface that has one of the addresses.
-// primary is set if that is the primary network interface of the instance.
 func (c *client) vSwitch(ctx context.Context, addresses []netip.Addr) (id string, primary bool, err error) {
 	found, err := c.Metadata.Find(ctx, addresses, "private-ipv4s", "ipv6s")
 	if err != nil {

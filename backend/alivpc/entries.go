@@ -37,16 +37,13 @@ const (
 	system      = "System"
 )
 
-// state returns whether a route with a status of the API carries packets. The API documents Pending, Available,
-// Modifying and Deleting. Calls that make and change a route return before it is Available.
 func state(status string) cloud.State {
 	if status == "Available" {
 		return cloud.Carrying
 	}
-	return cloud.Changing
+	return cloud.Changing // Pending, Modifying or Deleting: calls return before the route is Available
 }
 
-// toInstance reports whether a next hop of this type is an instance, or one of its network interfaces.
 func toInstance(kind string) bool { return kind == instanceHop || kind == "NetworkInterface" }
 
 // instance is an instance as the API describes it.
@@ -82,16 +79,14 @@ type addressList struct {
 	All []string `json:"IpAddress"`
 }
 
-// runs reports whether the instance can get packets now or soon.
+// runs includes instances that get packets soon.
 func (i instance) runs() bool { return i.Status != "Stopped" && i.Status != "Stopping" }
 
-// primary returns the addresses of the primary network interface, and the public addresses of the
-// instance.
 func (i instance) primary() []netip.Addr {
 	texts := append([]string{i.EIP.Address}, i.Attributes.Private.All...)
 	texts = append(texts, i.Public.All...)
 	for _, n := range i.Interfaces.All {
-		if n.Type != "Primary" {
+		if n.Type != "Primary" { // routes to an instance lead to the primary one
 			continue
 		}
 		for _, a := range n.IPv4.All {

@@ -36,14 +36,12 @@ type client struct {
 	vpc, ecs service
 }
 
-// call makes a call and decodes its answer. With a nil answer it decodes nothing. It repeats a
-// throttled call a few times.
+// call repeats a throttled call a few times. answer may be nil.
 func (c *client) call(ctx context.Context, s service, action string, params url.Values, answer any) error {
 	return c.Make(ctx, action, action, func(k access.Keys) error { return c.once(ctx, k, s, action, params, answer) })
 }
 
-// try makes a dry run of a call of the VPC service, which changes nothing. It returns nil if the call
-// would succeed. It adds a parameter to params.
+// try makes a dry run of a call of the VPC service. It adds a parameter to params.
 func (c *client) try(ctx context.Context, action string, params url.Values) error {
 	params.Set("DryRun", "true")
 	return c.Make(ctx, action+" (dry run)", action, func(k access.Keys) error { return c.once(ctx, k, c.vpc, action, params, nil) })
@@ -54,11 +52,13 @@ func (c *client) once(ctx context.Context, keys access.Keys, s service, action s
 	if err != nil {
 		return fmt.Errorf("the address of the service %s is invalid", s.name)
 	}
+
 	query := url.Values{"RegionId": {c.region}}
 	maps.Copy(query, params)
 	req.URL.RawQuery = query.Encode()
 	req.Header.Set("Accept", "application/json") // else the answer may be XML
 	acs3.Sign(req, keys, acs3.Call{Action: action, Version: s.version, Time: time.Now(), Nonce: rand.Text()})
+
 	status, text, err := transport.Send(c.HTTP, req)
 	if err != nil {
 		return err
@@ -69,26 +69,23 @@ func (c *client) once(ctx context.Context, keys access.Keys, s service, action s
 	return access.Decode(text, answer)
 }
 
-// isCode reports whether err is an error of Alibaba Cloud with one of these codes, in upper or lower
-// case.
+// isCode ignores the case of the codes.
 func isCode(err error, codes ...string) bool {
 	have := access.Code(err)
 	return slices.ContainsFunc(codes, func(code string) bool { return strings.EqualFold(code, have) })
 }
 
-// decodeError returns the error in an answer whose status is not 200. If the answer contains no code,
-// the code is the status.
 func decodeError(status int, text []byte) *access.Error {
 	var e struct{ Code, Message string }
 	if json.Unmarshal(text, &e) != nil || e.Code == "" {
-		e.Code, e.Message = fmt.Sprint(status), http.StatusText(status)
+		e.Code = fmt.Sprint(status)
+		e.Message = http.StatusText(status)
 	}
 	return access.NewError(status, e.Code, e.Message)
 }
 
-// classify returns the error of package cloud for the error e of a call, or e if package cloud has
-// none for it. It returns nil if e says that a dry run would have succeeded. permission is the one that
-// the call needs, and table the id of the table in the call.
+// classify returns the error of package cloud for an error of a call, if it has one. It returns nil if
+// a dry run would have succeeded.
 func classify(permission, table string, e *access.Error) error {
 	is := func(codes ...string) bool { return isCode(e, codes...) }
 	switch {

@@ -46,9 +46,7 @@ type vpc struct {
 	unread map[string]string
 }
 
-// find returns the client, and connects it at the first call. It finds the vSwitch of the external
-// interface, and sets table, id and own. It returns an error if the external interface is not the
-// primary network interface of the instance, or if the vSwitch has no table.
+// find connects the client at the first call, and sets table, id and own.
 func (v *vpc) find(ctx context.Context) (*client, error) {
 	if v.api == nil {
 		api, err := v.connect(ctx)
@@ -73,11 +71,12 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 	if answer.Table.ID == "" {
 		return nil, fmt.Errorf("Alibaba Cloud knows no route table of vSwitch %s", id)
 	}
-	v.table, v.id, v.own = answer.Table.ID, answer.VPC, v.api.instance
+	v.table = answer.Table.ID
+	v.id = answer.VPC
+	v.own = v.api.instance
 	return v.api, nil
 }
 
-// vSwitch is a vSwitch of the API.
 type vSwitch struct {
 	VPC   string `json:"VpcId"`
 	Table struct {
@@ -89,8 +88,8 @@ func (v *vpc) vSwitch(ctx context.Context, id string) (s vSwitch, err error) {
 	return s, v.api.call(ctx, v.api.vpc, "DescribeVSwitchAttributes", url.Values{"VSwitchId": {id}}, &s)
 }
 
-// note logs the error err of reading a vSwitch of other hosts, unless the same error was logged last
-// for this vSwitch. If err is nil, note forgets the last error.
+// note logs an error of reading a vSwitch of other hosts, unless it was logged last for it. nil ends
+// the error.
 func (v *vpc) note(ctx context.Context, id string, err error) {
 	if err == nil {
 		delete(v.unread, id)
@@ -105,11 +104,7 @@ func (v *vpc) note(ctx context.Context, id string, err error) {
 	}
 }
 
-// convert returns e as a route of v's table. It reports false if the destination of e is not a prefix. A route with
-// several next hops, or to something that is not an instance, is foreign, because an operator has made it. A
-// custom route with another origin or with a service is foreign, because a system of the cloud manages
-// it. A custom route with the mark of another cluster is foreign unless it leads to this host, because no
-// other host needs such a route.
+// convert returns false if the destination of e is not a prefix.
 func (v *vpc) convert(e entry) (cloud.Route, bool) {
 	dst, err := netip.ParsePrefix(e.Dst)
 	if err != nil {
@@ -120,11 +115,9 @@ func (v *vpc) convert(e entry) (cloud.Route, bool) {
 	if len(e.Hops.All) > 0 {
 		hop = e.Hops.All[0]
 	}
-
-	switch {
-	case e.Type == system:
+	if e.Type == system {
 		r.Target = cloud.LocalTarget
-	case hop.ID != "":
+	} else if hop.ID != "" {
 		r.Target = hop.ID
 	}
 
@@ -136,7 +129,7 @@ func (v *vpc) convert(e entry) (cloud.Route, bool) {
 		r.Foreign = "which the cloud manages"
 	case !toInstance(hop.Kind):
 		r.Foreign = "which leads to no instance"
-	case r.Target != v.own:
+	case r.Target != v.own: // only this host needs a route to this host
 		r.Foreign = cloud.ForeignMark(e.Description, v.cluster)
 	}
 	return r, true
@@ -206,20 +199,20 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	return tables, cloud.Look(tables, v.networks, other, func(ids []string) (map[string]cloud.State, error) { return v.states(ctx, ids) })
 }
 
-// states returns the states of instances. A route does not say whether its target exists and runs. states also asks for
-// this instance, and returns cloud.ErrUnavailable, wrapped, if ECS does not know it yet.
+// states returns the states of instances: a route does not say whether its target exists and runs.
 func (v *vpc) states(ctx context.Context, ids []string) (map[string]cloud.State, error) {
 	instances, err := v.instances(ctx, append(ids, v.api.instance))
 	if err != nil {
 		return nil, err
 	}
-	if _, ok := instances[v.api.instance]; !ok { // an answer without this instance may also be without others that run
+	if _, ok := instances[v.api.instance]; !ok { // then the answer may also be without others that run
 		return nil, fmt.Errorf("%w about this instance yet: ECS does not know %s", cloud.ErrUnavailable, v.api.instance)
 	}
 
 	states := map[string]cloud.State{}
 	for id, i := range instances {
-		if states[id] = cloud.Carrying; !i.runs() {
+		states[id] = cloud.Carrying
+		if !i.runs() {
 			states[id] = cloud.Idle
 		}
 	}
@@ -245,8 +238,6 @@ func (v *vpc) list(ctx context.Context) (all []entry, err error) {
 	}
 }
 
-// instances returns the instances with these ids, by id. An id without an instance is missing in the
-// result.
 func (v *vpc) instances(ctx context.Context, ids []string) (map[string]instance, error) {
 	all := map[string]instance{}
 	for some := range slices.Chunk(ids, maxInstances) {
@@ -261,8 +252,7 @@ func (v *vpc) instances(ctx context.Context, ids []string) (map[string]instance,
 	return all, nil
 }
 
-// describe reads all pages of the instances that params choose, and adds the instances to the map
-// all, by id.
+// describe adds the instances that params choose to all, by id.
 func (v *vpc) describe(ctx context.Context, params url.Values, all map[string]instance) error {
 	params.Set("MaxResults", strconv.Itoa(pageSize))
 	for {
@@ -285,12 +275,10 @@ func (v *vpc) describe(ctx context.Context, params url.Values, all map[string]in
 	}
 }
 
-// duplicate reports whether err says that there is a route to the same destination.
 func duplicate(err error) bool {
 	return isCode(err, "RouterEntryConflict.Duplicated", "InvalidCIDRBlock.Duplicate", "InvalidRouteEntry.Duplicate", "RouteConflict.AlreadyExist")
 }
 
-// absent reports whether err says that there is no such route.
 func absent(err error) bool {
 	return isCode(err, "ResourceNotFound.RouteEntry", "InvalidRouteEntry", "InvalidRouteEntry.NotFound", "InvalidRouteEntryId.NotFound", "RouteEntry.NotFound")
 }
@@ -335,8 +323,7 @@ const (
 	awaitTime = 30 * time.Second
 )
 
-// await waits until the list shows no change of r in progress. The list may be older than r, and not show it. After
-// awaitTime, it returns cloud.ErrUnavailable, wrapped.
+// await waits until the list shows no change of r in progress. The list may be older than r.
 func (v *vpc) await(ctx context.Context, r cloud.Route) error {
 	ctx, cancel := context.WithTimeout(ctx, awaitTime)
 	defer cancel()
@@ -352,7 +339,6 @@ func (v *vpc) await(ctx context.Context, r cloud.Route) error {
 	}
 }
 
-// has reports whether the table now has a route for which is(r) is true.
 func (v *vpc) has(ctx context.Context, is func(r cloud.Route) bool) (bool, error) {
 	now, err := v.list(ctx)
 	return slices.ContainsFunc(now, func(e entry) bool {
@@ -365,8 +351,6 @@ func routeParams(r cloud.Route) url.Values {
 	return url.Values{"RouteTableId": {r.Table}, "DestinationCidrBlock": {r.Dst.String()}}
 }
 
-// writeParams returns the parameters that are the same in a call that creates a route and in one that
-// replaces it.
 func (v *vpc) writeParams(r cloud.Route) url.Values {
 	params := routeParams(r)
 	params.Set("Description", cloud.Describe(v.cluster, v.networks, r.Dst))

@@ -32,8 +32,7 @@ func Defaults() any { return config{} }
 // tableIDs is a string or an array of strings.
 type tableIDs []string
 
-// errTableIDs is the error for a value of any other JSON type. Like all errors about a JSON type, it
-// does not contain the value.
+// errTableIDs does not contain the value, like all errors about a JSON type.
 var errTableIDs = errors.New("RouteTableID: want a string or an array of strings")
 
 // UnmarshalJSON implements json.Unmarshaler.
@@ -77,11 +76,9 @@ func parseConfig(raw json.RawMessage) (config, []string, error) {
 	return c, append(warnings, secrets...), err
 }
 
-// choosesTables reports whether the configuration chooses the tables. Otherwise the table is that
-// of the host's subnet.
+// choosesTables reports false if the table is that of the host's subnet.
 func (c config) choosesTables() bool { return len(c.RouteTableID)+len(c.RouteTableFilter) > 0 }
 
-// filters returns the configured filters, with the values by name.
 func (c config) filters() map[string][]string {
 	filters := map[string][]string{}
 	for _, f := range c.RouteTableFilter {

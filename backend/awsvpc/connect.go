@@ -26,9 +26,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-// connect returns a client for the region of this host, and the id of its instance. It reads the
-// region, the domain of the region's endpoints, and the id from the metadata service. addresses are
-// those of the external interface.
 func connect(ctx context.Context, addresses []netip.Addr, calls *cloud.Calls) (*client, string, error) {
 	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
 	defer cancel()
@@ -64,9 +61,9 @@ func connect(ctx context.Context, addresses []netip.Addr, calls *cloud.Calls) (*
 	}, values["instance-id"], nil
 }
 
-// dualStack returns the domains whose names have IPv6 addresses too, by the domain in the metadata service. The names
-// in the latter have only IPv4 addresses. Source: partitions.json of botocore, dualStackDnsSuffix.
 func dualStack() map[string]string {
+	// Names in the domains on the left, which are those of the metadata service, have only IPv4 addresses.
+	// Source: dualStackDnsSuffix in partitions.json of botocore.
 	return map[string]string{
 		"amazonaws.com":    "api.aws",
 		"amazonaws.com.cn": "api.amazonwebservices.com.cn",
@@ -74,7 +71,6 @@ func dualStack() map[string]string {
 	}
 }
 
-// read returns a value of the metadata service, or an error if the value is empty.
 func read(ctx context.Context, metadata *imds.Client, path string) (string, error) {
 	answer, err := metadata.GetMetadata(ctx, &imds.GetMetadataInput{Path: path})
 	if err != nil {
@@ -88,9 +84,8 @@ func read(ctx context.Context, metadata *imds.Client, path string) (string, erro
 	return strings.TrimSpace(string(text)), err
 }
 
-// credentialsProvider returns the source of credentials. This is the environment if it contains
-// keys; otherwise the agent that gives a container its role, if the environment contains its URL;
-// otherwise the role of the instance. It returns an error if the URL of the agent is not trusted.
+// credentialsProvider chooses the environment, the agent that gives a container its role, or the role
+// of the instance, in this order.
 func credentialsProvider(metadata *imds.Client) (aws.CredentialsProvider, error) {
 	if id, secret := os.Getenv("AWS_ACCESS_KEY_ID"), os.Getenv("AWS_SECRET_ACCESS_KEY"); id != "" && secret != "" {
 		return credentials.NewStaticCredentialsProvider(id, secret, os.Getenv("AWS_SESSION_TOKEN")), nil
@@ -110,7 +105,7 @@ func credentialsProvider(metadata *imds.Client) (aws.CredentialsProvider, error)
 	return instanceRole{ec2rolecreds.New(func(o *ec2rolecreds.Options) { o.Client = metadata })}, nil
 }
 
-// errNoRole means that the instance has no role, which only an operator can change.
+// errNoRole needs an operator.
 var errNoRole = errors.New("the instance has no role: attach one with the policy in " + page)
 
 // instanceRole gives the credentials of the role of the instance.
@@ -126,17 +121,15 @@ func (r instanceRole) Retrieve(ctx context.Context) (aws.Credentials, error) {
 	return credentials, err
 }
 
-// agents returns the addresses of the agents of ECS and EKS.
-func agents() []string { return []string{"169.254.170.2", "169.254.170.23", "fd00:ec2::23"} }
-
 // trusted reports whether the token of a container may be sent to that URL.
 func trusted(agent string) bool {
 	u, err := url.Parse(agent)
 	if err != nil || u.Scheme == "https" {
 		return err == nil && u.Hostname() != ""
 	}
+	agents := []string{"169.254.170.2", "169.254.170.23", "fd00:ec2::23"} // of ECS, and of EKS
 	a, err := netip.ParseAddr(u.Hostname())
-	return u.Scheme == "http" && (u.Hostname() == "localhost" || err == nil && (a.IsLoopback() || slices.Contains(agents(), a.String())))
+	return u.Scheme == "http" && (u.Hostname() == "localhost" || err == nil && (a.IsLoopback() || slices.Contains(agents, a.String())))
 }
 
 // tokenFile is the path of a file with a token that other programs renew.

@@ -102,21 +102,20 @@ type route struct {
 	Origin    string `xml:"origin"`
 }
 
-// state returns whether a route in a state of EC2's RouteState carries packets. ok is false if it is not in the table:
-// a filtered route is one that a route server has learned and EC2 has not taken over.
+// state decodes EC2's RouteState. ok is false if the route is not in the table.
 func state(text string) (s cloud.State, ok bool) {
 	switch text {
 	case "active":
 		return cloud.Carrying, true
-	case "filtered":
+	case "filtered": // a route server has learned it, and EC2 has not taken it over
 		return 0, false
 	default: // blackhole, and what may come
 		return cloud.Idle, true
 	}
 }
 
-// connected returns the client, and connects it at the first call.
-func (v *vpc) connected(ctx context.Context) (*client, error) {
+// find connects the client at the first call, and sets own.
+func (v *vpc) find(ctx context.Context) (*client, error) {
 	if v.api == nil {
 		api, instance, err := v.connect(ctx)
 		if err != nil {
@@ -125,18 +124,8 @@ func (v *vpc) connected(ctx context.Context) (*client, error) {
 		v.api = api
 		v.instance = instance
 	}
-	return v.api, nil
-}
 
-// find returns the client. It finds the network interface of this host that has one of the
-// addresses of the external interface, and sets own to it. The error is transient if EC2 does not
-// know the instance yet.
-func (v *vpc) find(ctx context.Context) (*client, error) {
-	api, err := v.connected(ctx)
-	if err != nil {
-		return nil, err
-	}
-	instances, err := describeInstances(ctx, api, url.Values{"InstanceId.1": {v.instance}})
+	instances, err := describeInstances(ctx, v.api, url.Values{"InstanceId.1": {v.instance}})
 	if isCode(err, "InvalidInstanceID.NotFound") { // the instance has just booted
 		return nil, fmt.Errorf("%w about this instance yet: %w", cloud.ErrUnavailable, err)
 	}
@@ -149,7 +138,7 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 			for _, n := range i.Interfaces {
 				if slices.Contains(n.addresses(), a) {
 					v.own = n
-					return api, nil
+					return v.api, nil
 				}
 			}
 		}
@@ -224,9 +213,7 @@ func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error
 	return followed, nil
 }
 
-// tablesOf returns the ids of the tables that packets of hosts follow, by the id of the host's
-// subnet. For a subnet with the main table of the VPC, the id is that of this table, also if it is not
-// one of the chosen tables.
+// tablesOf returns the ids of the tables that packets of hosts follow, by the id of the host's subnet.
 func (v *vpc) tablesOf(ctx context.Context, hosts []cloud.Host, interfaces map[netip.Addr]networkInterface) (map[string]string, error) {
 	tables := map[string]string{}
 	for _, h := range hosts {
@@ -248,25 +235,24 @@ func (v *vpc) tablesOf(ctx context.Context, hosts []cloud.Host, interfaces map[n
 			}
 		}
 	}
+
+	// The other subnets follow the main table of the VPC, even if it is not one of the chosen tables.
 	if !slices.Contains(slices.Collect(maps.Values(tables)), "") {
 		return tables, nil
 	}
-	if v.main == "" { // a table of the VPC that is the main one stays so, unless an operator changes that
+	if v.main == "" { // the main table stays so, unless an operator changes that
 		found, err := v.describeTables(ctx, filterParams(map[string][]string{"vpc-id": {v.own.VPC}, "association.main": {"true"}}))
 		if err != nil || len(found) == 0 {
 			return tables, err
 		}
 		v.main = found[0].ID
 	}
-
 	for subnet, id := range tables {
 		tables[subnet] = cmp.Or(id, v.main)
 	}
 	return tables, nil
 }
 
-// interfaceOf returns the network interface that has one of the addresses of h. interfaces contains
-// network interfaces by address. known is false if none of them has an address of h.
 func interfaceOf(interfaces map[netip.Addr]networkInterface, h cloud.Host) (n networkInterface, known bool) {
 	for _, a := range h.Addresses {
 		if n, known = interfaces[a]; known {
@@ -313,8 +299,7 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	return tables, cloud.Look(tables, v.networks, idle, func(ids []string) (map[string]cloud.State, error) { return v.states(ctx, ids) })
 }
 
-// states returns the states of network interfaces. EC2 calls a route a blackhole both if its instance is stopped and if it
-// is gone.
+// states tells instances that are stopped from those that are gone: EC2 calls both routes a blackhole.
 func (v *vpc) states(ctx context.Context, ids []string) (map[string]cloud.State, error) {
 	states := map[string]cloud.State{}
 	for some := range slices.Chunk(ids, maxTargets) {
@@ -331,13 +316,12 @@ func (v *vpc) states(ctx context.Context, ids []string) (map[string]cloud.State,
 	return states, nil
 }
 
-// main reports whether t is the main table of the VPC with this id.
 func (t routeTable) main(vpc string) bool {
 	return t.VPC == vpc && slices.ContainsFunc(t.Associations, func(a association) bool { return a.Main })
 }
 
-// followed returns the id of the chosen table that packets of this host follow, or "" if they
-// follow none of them.
+// followed returns the id of the chosen table that packets of this host follow, or "" if there is
+// none.
 func (v *vpc) followed(ctx context.Context, chosen []routeTable) (string, error) {
 	if !v.config.choosesTables() {
 		return chosen[0].ID, nil // the table of this host's subnet
@@ -358,6 +342,7 @@ func (v *vpc) followed(ctx context.Context, chosen []routeTable) (string, error)
 		return "", nil
 	}
 
+	// The subnet may have a table of its own that was not chosen.
 	others, err := v.describeTables(ctx, filterParams(map[string][]string{"association.subnet-id": {v.own.Subnet}}))
 	if err != nil || len(others) > 0 {
 		return "", err
@@ -365,9 +350,8 @@ func (v *vpc) followed(ctx context.Context, chosen []routeTable) (string, error)
 	return main, nil
 }
 
-// chosen returns the tables that the configuration chooses. If it chooses none, chosen returns the
-// table that this host's subnet follows, which may be the main table. It returns an error if there is
-// no such table.
+// chosen returns the tables that the configuration chooses. If it chooses none, that is the table that
+// this host's subnet follows.
 func (v *vpc) chosen(ctx context.Context) ([]routeTable, error) {
 	inVPC := map[string][]string{"vpc-id": {v.own.VPC}}
 	switch {
@@ -406,8 +390,7 @@ func (v *vpc) chosen(ctx context.Context) ([]routeTable, error) {
 	return found, err
 }
 
-// filterParams returns the parameters for filters, with the page size. filters contains the values by
-// name.
+// filterParams encodes filters, which have several values by name.
 func filterParams(filters map[string][]string) url.Values {
 	params := url.Values{"MaxResults": {strconv.Itoa(pageSize)}}
 	for i, name := range slices.Sorted(maps.Keys(filters)) {
@@ -433,7 +416,7 @@ func (v *vpc) describeTables(ctx context.Context, params url.Values) (all []rout
 	}
 }
 
-// table returns t without the routes whose destination is not a prefix.
+// table leaves out the routes whose destination is not a prefix.
 func (t routeTable) table() cloud.Table {
 	table := cloud.Table{ID: t.ID}
 	for _, r := range t.Routes {
@@ -452,7 +435,6 @@ func (t routeTable) table() cloud.Table {
 	return table
 }
 
-// routeParams returns the parameters that name a table and the destination of a route.
 func routeParams(table string, dst netip.Prefix) url.Values {
 	key := "DestinationCidrBlock"
 	if prefix.FamilyOf(dst.Addr()) == prefix.IPv6 {
@@ -471,9 +453,9 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 		if foreign, err := v.has(ctx, r.Table, same); err != nil || foreign {
 			return cmp.Or(err, cloud.ErrExists)
 		}
-		err := v.api.call(ctx, "ReplaceRoute", params, nil)
 
 		// EC2 also answers InvalidParameterValue if there is no route to the destination.
+		err := v.api.call(ctx, "ReplaceRoute", params, nil)
 		if !isCode(err, "InvalidRoute.NotFound", "InvalidParameterValue") {
 			return err
 		}
@@ -507,7 +489,6 @@ func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 	return err
 }
 
-// has reports whether a table now has a route for which is(r) is true.
 func (v *vpc) has(ctx context.Context, table string, is func(r cloud.Route) bool) (bool, error) {
 	now, err := v.describeTables(ctx, url.Values{"RouteTableId.1": {table}})
 	return slices.ContainsFunc(now, func(t routeTable) bool { return slices.ContainsFunc(t.table().Routes, is) }), err
@@ -526,6 +507,7 @@ func (v *vpc) Check(ctx context.Context) error {
 	if err := cloud.CheckRanges(tables, v.networks, v.own.VPC, "EC2"); err != nil {
 		return err
 	}
+
 	var rights cloud.Rights
 	if v.own.SourceDestCheck {
 		if err := rights.Note(api.try(ctx, "ModifyNetworkInterfaceAttribute", checkOff(v.own))); err != nil {

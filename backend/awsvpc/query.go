@@ -39,14 +39,12 @@ type client struct {
 	endpoint    string // URL
 }
 
-// call makes a call and decodes its answer. With a nil answer it decodes nothing. It repeats a call
-// that was throttled, and gives up after a few tries. params must not contain Action and Version.
+// call repeats a throttled call a few times. answer may be nil.
 func (c *client) call(ctx context.Context, action string, params url.Values, answer any) error {
 	return c.calls.Make(ctx, action, action, func() error { return c.once(ctx, action, params, answer) })
 }
 
-// try makes a dry run of a call, which changes nothing. It returns nil if the call would succeed.
-// It adds a parameter to params.
+// try makes a dry run of a call. It adds a parameter to params.
 func (c *client) try(ctx context.Context, action string, params url.Values) error {
 	params.Set("DryRun", "true")
 	return c.calls.Make(ctx, action+" (dry run)", action, func() error { return c.once(ctx, action, params, nil) })
@@ -62,6 +60,7 @@ func (c *client) once(ctx context.Context, action string, params url.Values, ans
 	if err != nil {
 		return fmt.Errorf("%w: get credentials, which an instance has by its role: %s", cloud.ErrUnavailable, transport.Reason(err))
 	}
+
 	form := url.Values{"Action": {action}, "Version": {apiVersion}}
 	maps.Copy(form, params)
 	body := form.Encode()
@@ -74,6 +73,7 @@ func (c *client) once(ctx context.Context, action string, params url.Values, ans
 	if err := c.signer.SignHTTP(ctx, credentials, req, hex.EncodeToString(sum[:]), "ec2", c.region, time.Now()); err != nil {
 		return fmt.Errorf("sign the call: %w", err)
 	}
+
 	status, text, err := transport.Send(c.http, req)
 	if err != nil {
 		return err
@@ -90,12 +90,10 @@ func (c *client) once(ctx context.Context, action string, params url.Values, ans
 	return nil
 }
 
-// isCode reports whether err is an error of EC2 with one of these codes.
 func isCode(err error, codes ...string) bool { return slices.Contains(codes, access.Code(err)) }
 
-// classify returns the error of package cloud for an answer whose status is not 200, or the error of
-// EC2 if package cloud has none for it. It returns nil if the answer says that a dry run would have
-// succeeded.
+// classify returns the error of package cloud for an answer, or that of EC2. It returns nil if a dry
+// run would have succeeded.
 func classify(action string, params url.Values, status int, text []byte) error {
 	var answer struct {
 		Errors []struct{ Code, Message string } `xml:"Errors>Error"`
@@ -121,10 +119,10 @@ func classify(action string, params url.Values, status int, text []byte) error {
 		return fmt.Errorf("EC2 refuses the credentials (%s): check the instance's role, and this host's clock", e.Code)
 	}
 
-	switch {
-	case status == http.StatusTooManyRequests:
+	if status == http.StatusTooManyRequests {
 		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Code)
-	case status >= http.StatusInternalServerError:
+	}
+	if status >= http.StatusInternalServerError {
 		return fmt.Errorf("%w: %w", cloud.ErrUnavailable, e)
 	}
 	return e

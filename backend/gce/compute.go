@@ -37,9 +37,7 @@ type vpc struct {
 	own     string // target of routes to this host
 }
 
-// find returns the client, and connects it at the first call. It finds the VPC network of the
-// external interface, and sets table, network and own. It returns an error if that network is
-// shared by another project.
+// find connects the client at the first call, and sets table, network and own.
 func (v *vpc) find(ctx context.Context) (*client, error) {
 	if v.api == nil {
 		api, err := v.connect(ctx)
@@ -65,11 +63,12 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 	if parts[1] != v.api.number {
 		return nil, fmt.Errorf("the VPC network %s is shared by project %s, where Google allows no routes to instances of other projects: choose another network, or another backend", parts[3], parts[1])
 	}
-	v.table, v.network, v.own = parts[3], interfaces[i].Network, targetOf(v.api.zone, v.api.instance)
+	v.table = parts[3]
+	v.network = interfaces[i].Network
+	v.own = targetOf(v.api.zone, v.api.instance)
 	return v.api, nil
 }
 
-// instance is the part of an instance of the Compute API that flanneld reads.
 type instance struct {
 	CanIPForward bool `json:"canIpForward"`
 }
@@ -95,7 +94,6 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 	return v.own, me.checkForward(v.own)
 }
 
-// checkForward returns a DroppedError if i, to which target leads, cannot forward packets of pods.
 func (i instance) checkForward(target string) error {
 	if i.CanIPForward {
 		return nil
@@ -117,10 +115,8 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	return []cloud.Table{v.tableOf(all)}, nil
 }
 
-// tableOf returns the table with the routes in all. Of several routes that are equal as a
-// cloud.Route, for example because they differ only in their names and priorities, the table has
-// one. A route of this cluster, or to this host, is idle if a rival takes all or a part of its packets.
-// Other foreign routes are idle: they do not keep a route of this cluster from getting its packets.
+// tableOf marks routes as idle that get no packets: those of this cluster, or to this host, if a rival
+// takes all or a part of them, and foreign ones that are no rivals.
 func (v *vpc) tableOf(all []route) cloud.Table {
 	rivals := map[netip.Prefix]int{} // least priority number of the rivals to each destination
 	own := map[netip.Prefix]int{}    // that of the routes of this cluster, or to this host
@@ -156,7 +152,7 @@ func (v *vpc) tableOf(all []route) cloud.Table {
 				c.State = cloud.Idle
 			}
 		}
-		if !seen[c] {
+		if !seen[c] { // routes may differ only in their names and priorities
 			seen[c] = true
 			table.Routes = append(table.Routes, c)
 		}
@@ -164,21 +160,19 @@ func (v *vpc) tableOf(all []route) cloud.Table {
 	return table
 }
 
-// convert returns r as a route of the table.
 func (v *vpc) convert(r route) cloud.Route { return r.convert(v.table, v.cluster, v.own) }
 
 // rivals reports whether r belongs to another program or cluster, and takes packets from other routes
-// to the same destination: from those with a higher priority number, and, in part, from those with
-// the same one. A route to an instance that does not run is not a rival, because Google disregards
-// such a route. Neither is a route that counts only for some instances.
+// to the same destination: from those with a higher priority number, and in part from equal ones.
 func (v *vpc) rivals(r route) bool {
 	c := v.convert(r)
+	// Google disregards routes to instances that do not run. Tags restrict a route to some instances.
 	return c.Foreign != "" && c.ByCall && !c.Lost() && len(r.Tags) == 0
 }
 
-// list returns the routes of the VPC network from all pages, without those whose destination is not
-// a prefix. The filter compares the URL of the network with a regular expression.
+// list leaves out the routes whose destination is not a prefix.
 func (v *vpc) list(ctx context.Context) (all []route, err error) {
+	// The filter compares the URL of the network with a regular expression.
 	query := url.Values{"filter": {fmt.Sprintf(`network eq ".*/%s"`, v.table)}, "maxResults": {strconv.Itoa(pageSize)}}
 	for {
 		var answer struct {
@@ -205,10 +199,9 @@ func (v *vpc) list(ctx context.Context) (all []route, err error) {
 	}
 }
 
-// leadingTo returns the static routes in all that lead to dst and count for all instances. It
-// compares the destinations itself, because the API cannot filter by an IPv6 prefix, which has
-// several spellings.
+// leadingTo returns the static routes to dst that count for all instances.
 func leadingTo(dst netip.Prefix, all []route) []route {
+	// The API could not filter: an IPv6 prefix has several spellings.
 	return slices.DeleteFunc(slices.Clone(all), func(r route) bool { return r.dst() != dst || !r.static() || len(r.Tags) > 0 })
 }
 
@@ -221,6 +214,7 @@ func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 	if err != nil {
 		return err
 	}
+
 	present := leadingTo(want.Dst, all)
 	right, wrong, priority := v.split(present, want)
 	for _, r := range present {
@@ -254,10 +248,9 @@ func (v *vpc) Put(ctx context.Context, want cloud.Route, replace bool) error {
 	return v.delete(ctx, old)
 }
 
-// split looks only at those of the present routes that are not foreign. right is set if the wanted
-// route is one of them and is preferred to all others. others contains the other ones, or all of
-// them if right is not set. priority is the number that the wanted route has or, if right is not
-// set, the number that it needs to be preferred; it is negative if no number is low enough.
+// split says of the routes that are not foreign whether the wanted one is preferred to all others, and
+// which these are. priority is the number that the wanted route has or needs; it is negative if no
+// number is low enough.
 func (v *vpc) split(present []route, want cloud.Route) (right bool, others []route, priority int) {
 	own := slices.DeleteFunc(slices.Clone(present), func(r route) bool { return v.convert(r).Foreign != "" })
 	slices.SortStableFunc(own, func(a, b route) int { return a.Priority - b.Priority })
@@ -270,26 +263,22 @@ func (v *vpc) split(present []route, want cloud.Route) (right bool, others []rou
 	return false, own, min(defaultPriority, own[0].Priority-1)
 }
 
-// over reports whether the VPC network has more routes than the quota allows, for example because
-// an operator has lowered the quota. Deleting one route then makes no place for another. all
-// contains all routes of the VPC network. Routes to a gateway, such as the default route, are not
-// counted, because the quota may not count them. over returns false if the limit is not known.
+// over reports whether there are more routes than the quota allows, as after an operator has lowered
+// it. Deleting one route then makes no place for another.
 func over(quota *cloud.QuotaError, all []route) bool {
 	n := 0
 	for _, r := range all {
-		if r.static() && r.Gateway == "" {
+		if r.static() && r.Gateway == "" { // the quota may not count the default route
 			n++
 		}
 	}
 	return quota.Limit > 0 && n > quota.Limit
 }
 
-// exchange inserts r after the quota had no place for it. It first deletes one of the old routes to
-// make place: one that leads to nowhere, or else to another target. So it never deletes the only
-// route that is useful. If r is refused nevertheless, it inserts the deleted route again, if that
-// was useful. left contains the old routes without the deleted one, or all of them after an error.
-// full is the error about the quota, which exchange returns if it may delete no old route.
+// exchange inserts r after the quota was full, which is the error full. It first deletes one of the
+// old routes. left contains the others, or all of them after an error.
 func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (left []route, err error) {
+	// A route that leads nowhere, or else to another target: never the only one that is useful.
 	i := slices.IndexFunc(old, func(o route) bool { return v.convert(o).Lost() })
 	if i < 0 {
 		i = slices.IndexFunc(old, func(o route) bool { return o.target() != r.target() })
@@ -310,6 +299,8 @@ func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (l
 	if err == nil {
 		return slices.Delete(slices.Clone(old), i, i+1), nil
 	}
+
+	// r was refused nevertheless, so the former route comes back.
 	if !cloud.Transient(err) && deleted == nil && !v.convert(former).Lost() {
 		if e := v.insert(ctx, former.written()); e != nil {
 			err = oneline.Join(err, fmt.Errorf("restore route %s: %w", former.Name, e))
@@ -318,7 +309,6 @@ func (v *vpc) exchange(ctx context.Context, old []route, r route, full error) (l
 	return old, err
 }
 
-// wanted returns want with that priority in the form of the API.
 func (v *vpc) wanted(want cloud.Route, priority int) route {
 	zone, name, _ := strings.Cut(want.Target, "/")
 	project := "projects/" + v.api.project + "/"
@@ -330,21 +320,19 @@ func (v *vpc) wanted(want cloud.Route, priority int) route {
 	return r
 }
 
-// insert inserts a route, and waits until that is done. It returns ErrUnavailable, wrapped, if a
-// route with that name exists already.
+// insert waits until the route is there.
 func (v *vpc) insert(ctx context.Context, r route) error {
 	err := v.api.change(ctx, v.api.at("routes.insert", http.MethodPost, "global/routes", r))
 	if quota, ok := errors.AsType[*cloud.QuotaError](err); ok {
 		return fmt.Errorf("routes.insert: %w", &cloud.QuotaError{Table: v.table, Limit: quota.Limit, Quota: quota.Quota})
 	}
-	if isStatus(err, http.StatusConflict) { // another call is in progress, or the list of routes is older than the last call
+	if isStatus(err, http.StatusConflict) { // the name exists: another call is in progress, or the list was old
 		return fmt.Errorf("%w: %w", cloud.ErrUnavailable, err)
 	}
 	return err
 }
 
-// delete deletes routes by their names, and waits until that is done. A route that does not exist
-// is not an error.
+// delete waits until the routes are gone.
 func (v *vpc) delete(ctx context.Context, routes []route) error {
 	for _, r := range routes {
 		err := v.api.change(ctx, v.api.at("routes.delete", http.MethodDelete, "global/routes/"+r.Name, nil))
@@ -386,21 +374,21 @@ func (v *vpc) Check(ctx context.Context) error {
 	return cloud.CheckRanges(tables, v.networks, "the VPC network "+v.table, "Google")
 }
 
-// checkPermissions returns an error that names all permissions that this host needs and lacks. If
-// this host may not ask about the permissions in the project, checkPermissions logs that, and skips
-// these permissions.
+// checkPermissions returns an error that names all permissions that this host needs and lacks.
 func (v *vpc) checkPermissions(ctx context.Context) error {
 	self := v.api.at("", "", instancePath(v.api.zone, v.api.instance), nil).url
 	missing, err := v.api.lacks(ctx, "instances.testIamPermissions", self+"/testIamPermissions", "compute.instances.get", "compute.instances.use")
 	if err != nil {
 		return err
 	}
+
 	project := strings.TrimSuffix(v.api.manager, "/") + "/v3/projects/" + v.api.project + ":testIamPermissions"
 	needed := []string{"compute.routes.list", "compute.routes.create", "compute.routes.delete", "compute.networks.updatePolicy", "compute.globalOperations.get"}
 	more, err := v.api.lacks(ctx, "projects.testIamPermissions", project, needed...)
 	if err != nil {
 		klog.FromContext(ctx).Info("cannot check the permissions in the project: a call will name a missing one", "reason", err.Error())
 	}
+
 	var rights cloud.Rights
 	rights.Lack(missing...)
 	rights.Lack(more...)

@@ -18,8 +18,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// findEndpoints returns the URLs of the APIs. The environment variables that replace them are those
-// of gcloud. It returns an error if other hosts could read the token that is sent to such a URL.
+// findEndpoints returns the URLs of the APIs, which the environment variables of gcloud may replace.
 func findEndpoints() (endpoints, error) {
 	e := endpoints{"https://compute.googleapis.com/compute/v1/", "https://cloudresourcemanager.googleapis.com/"}
 	for _, variable := range []struct {
@@ -38,7 +37,7 @@ func findEndpoints() (endpoints, error) {
 	return e, nil
 }
 
-// confidential reports whether other hosts cannot read what is sent to that URL.
+// confidential reports whether no other host can read what is sent to that URL.
 func confidential(text string) bool {
 	u, err := url.Parse(text)
 	if err != nil || u.Hostname() == "" {
@@ -48,8 +47,6 @@ func confidential(text string) bool {
 	return u.Scheme == "https" || u.Scheme == "http" && (u.Hostname() == "localhost" || err == nil && a.IsLoopback())
 }
 
-// connect returns a client for the instance of this host. It reads the names of the project, the
-// instance and the zone from the metadata service.
 func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, error) {
 	c := &client{
 		identity: identity{service: metadata.NewClient(transport.NewDirect())}, endpoints: at, http: transport.NewClient(), calls: calls,

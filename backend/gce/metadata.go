@@ -31,8 +31,8 @@ type identity struct {
 	until time.Time // when bearer reads a new token
 }
 
-// read returns a value of the metadata service. The error is a metadata.NotDefinedError if there is
-// no such value. Otherwise it wraps cloud.ErrUnavailable.
+// read returns a metadata.NotDefinedError if there is no such value. Other errors wrap
+// cloud.ErrUnavailable.
 func (i *identity) read(ctx context.Context, name string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
 	defer cancel()
@@ -52,8 +52,7 @@ func (i *identity) read(ctx context.Context, name string) (string, error) {
 // account is the path of the service account of the instance.
 const account = "instance/service-accounts/default/"
 
-// bearer returns a token of the service account of the instance. It keeps the token until shortly
-// before it expires.
+// bearer returns a token of the service account of the instance.
 func (i *identity) bearer(ctx context.Context) (string, error) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -73,9 +72,9 @@ func (i *identity) bearer(ctx context.Context) (string, error) {
 		return "", fmt.Errorf("%w: the metadata service has sent no token", cloud.ErrUnavailable)
 	}
 
-	// The metadata service has a new token some minutes before the old one expires. So the first call
-	// of bearer in the last minute, which is tokenReserve, gets a new one.
-	i.token, i.until = answer.Token, time.Now().Add(time.Duration(answer.Seconds)*time.Second-tokenReserve)
+	// The metadata service has a new token some minutes before the old one expires.
+	i.token = answer.Token
+	i.until = time.Now().Add(time.Duration(answer.Seconds)*time.Second - tokenReserve)
 	return i.token, nil
 }
 
@@ -86,8 +85,7 @@ func (i *identity) forget() {
 	i.token = ""
 }
 
-// withoutAccount returns an error that says what to do if err means that the instance has no
-// service account. Otherwise it returns err.
+// withoutAccount says what to do if err means that the instance has no service account.
 func withoutAccount(err error) error {
 	if _, undefined := errors.AsType[metadata.NotDefinedError](err); undefined {
 		return errors.New("the instance has no service account: attach one, and give it the permissions of " + page)
@@ -95,7 +93,6 @@ func withoutAccount(err error) error {
 	return err
 }
 
-// checkScopes returns an error if the instance has no access scope for the Compute API.
 func (i *identity) checkScopes(ctx context.Context) error {
 	text, err := i.read(ctx, account+"scopes")
 	if err != nil {
@@ -115,7 +112,6 @@ const (
 	platformScope = "https://www.googleapis.com/auth/cloud-platform"
 )
 
-// scope returns the least access scope for the call with that name.
 func scope(name string) string {
 	if strings.HasPrefix(name, "projects.") {
 		return platformScope
@@ -123,7 +119,6 @@ func scope(name string) string {
 	return computeScope
 }
 
-// networkInterface is a network interface of the instance.
 type networkInterface struct {
 	Network string       `json:"network"` // projects/NUMBER/networks/NAME
 	IP      string       `json:"ip"`

@@ -57,18 +57,16 @@ type request struct {
 	body              any // nil means none
 }
 
-// at returns a request for a path in this project.
 func (c *client) at(name, method, path string, body any) request {
 	return request{name, method, strings.TrimSuffix(c.compute, "/") + "/projects/" + c.project + "/" + path, body}
 }
 
-// call makes a call and decodes its answer. It repeats a throttled call a few times. It repeats a
-// call whose token was refused once, because the metadata service may have a new token.
+// call repeats a throttled call a few times.
 func (c *client) call(ctx context.Context, r request, answer any) error {
 	return c.calls.Make(ctx, r.name, r.name, func() error {
 		err := c.once(ctx, r, answer)
 		if isStatus(err, http.StatusUnauthorized) {
-			c.forget()
+			c.forget() // the metadata service may have a new token
 			err = c.once(ctx, r, answer)
 		}
 		if isStatus(err, http.StatusUnauthorized) {
@@ -85,6 +83,7 @@ func (c *client) once(ctx context.Context, r request, answer any) error {
 	if err != nil {
 		return err
 	}
+
 	var body io.Reader
 	if r.body != nil {
 		text, err := json.Marshal(r.body)
@@ -100,6 +99,7 @@ func (c *client) once(ctx context.Context, r request, answer any) error {
 	}
 	req.Header.Set("Authorization", "Bearer "+token)
 	req.Header.Set("Content-Type", "application/json")
+
 	status, text, err := transport.Send(c.http, req)
 	if err != nil {
 		return err
@@ -126,9 +126,7 @@ type operation struct {
 	} `json:"error"`
 }
 
-// change makes a call that changes something, and waits until the operation has ended. It returns
-// the error of the operation. It returns ErrUnavailable, wrapped, if ctx ends first, or after
-// operationTimeout.
+// change makes a call that changes something, and waits until the operation has ended.
 func (c *client) change(ctx context.Context, r request) error {
 	ctx, cancel := context.WithTimeout(ctx, operationTimeout)
 	defer cancel()
@@ -136,19 +134,21 @@ func (c *client) change(ctx context.Context, r request) error {
 	if err := c.call(ctx, r, &op); err != nil {
 		return err
 	}
+
 	pauses := c.poll
 	for op.Status != "DONE" {
 		err := pauses.Wait(ctx, 0)
 		if err == nil {
 			err = c.call(ctx, c.at("globalOperations.get", http.MethodGet, "global/operations/"+op.Name, nil), &op)
 		}
-		switch {
-		case ctx.Err() != nil:
+		if ctx.Err() != nil {
 			return fmt.Errorf("%s: %w: operation %s has not ended", r.name, cloud.ErrUnavailable, op.Name)
-		case err != nil:
+		}
+		if err != nil {
 			return fmt.Errorf("%s: %w", r.name, err)
 		}
 	}
+
 	if len(op.Error.Errors) == 0 {
 		return nil
 	}
@@ -166,18 +166,16 @@ type apiError struct {
 // Error implements error.
 func (e *apiError) Error() string { return fmt.Sprintf("%d %s: %s", e.Status, e.Reason, e.Message) }
 
-// newAPIError returns an error with the words of the API in one line of limited length.
+// newAPIError limits the words of the API to one short line.
 func newAPIError(status int, reason, message string) *apiError {
 	return &apiError{Status: status, Reason: transport.Clean(reason), Message: transport.Clean(message)}
 }
 
-// isStatus reports whether err is an error of a Google API with that HTTP status.
 func isStatus(err error, status int) bool {
 	e, ok := errors.AsType[*apiError](err)
 	return ok && e.Status == status
 }
 
-// decodeError returns the error in an answer whose status is not 200.
 func decodeError(status int, text []byte) *apiError {
 	var answer struct {
 		Error struct {
@@ -194,19 +192,19 @@ func decodeError(status int, text []byte) *apiError {
 	if json.Unmarshal(text, &answer) != nil || answer.Error.Message == "" {
 		return newAPIError(status, http.StatusText(status), "")
 	}
+
+	// The first detail is the most precise reason, if there is one.
 	reason := cmp.Or(answer.Error.Status, http.StatusText(status))
 	if len(answer.Error.Errors) > 0 {
 		reason = answer.Error.Errors[0].Reason
 	}
-
 	for _, d := range slices.Backward(answer.Error.Details) {
 		reason = cmp.Or(d.Reason, reason)
 	}
 	return newAPIError(status, reason, answer.Error.Message)
 }
 
-// classify returns the error of package cloud for the error e of the call with that name, or e if
-// package cloud has none for it.
+// classify returns the error of package cloud for an error of the call with that name, if it has one.
 func classify(name string, e *apiError) error {
 	is := func(reasons ...string) bool { return slices.Contains(reasons, e.Reason) }
 	switch {
@@ -224,8 +222,7 @@ func classify(name string, e *apiError) error {
 	return e
 }
 
-// permission returns the permission that the message of an error names, or else the permission for
-// the call with that name.
+// permission returns the one that the message of an error names, or else the one for the call.
 func permission(name, message string) string {
 	if found := regexp.MustCompile(`'(compute\.[a-zA-Z.]+)'`).FindStringSubmatch(message); found != nil {
 		return found[1]
@@ -233,8 +230,7 @@ func permission(name, message string) string {
 	return "compute." + strings.Replace(name, ".insert", ".create", 1)
 }
 
-// quotaError returns an error with the quota and the limit that a message names, such as "Quota
-// 'ROUTES' exceeded. Limit: 250.0 globally.". They are zero if the message does not name them.
+// quotaError decodes messages such as "Quota 'ROUTES' exceeded. Limit: 250.0 globally.".
 func quotaError(message string) *cloud.QuotaError {
 	quota := &cloud.QuotaError{}
 	if found := regexp.MustCompile(`Quota '([^']*)'`).FindStringSubmatch(message); found != nil {
@@ -246,8 +242,7 @@ func quotaError(message string) *cloud.QuotaError {
 	return quota
 }
 
-// lacks asks the testIamPermissions call with that name and URL, and returns the permissions that
-// the account of the instance does not have.
+// lacks asks testIamPermissions which permissions the account of the instance does not have.
 func (c *client) lacks(ctx context.Context, name, url string, permissions ...string) ([]string, error) {
 	var answer struct {
 		Permissions []string `json:"permissions"`

@@ -45,7 +45,7 @@ type warning struct {
 	Code string `json:"code"`
 }
 
-// target returns where the route leads. An instance is named by its zone and name.
+// target names an instance by its zone and name.
 func (r route) target() string {
 	if r.Instance != "" {
 		return targetOf(path.Base(path.Dir(path.Dir(r.Instance))), path.Base(r.Instance))
@@ -63,15 +63,14 @@ func (r route) static() bool {
 	return r.Type == "STATIC" || r.Type == "" && r.LocalNet == "" && r.Peering == "" && r.Hub == ""
 }
 
-// statuses returns what the values of routeStatus mean. A static route has none.
+// statuses are the values of routeStatus. A static route has none.
 func statuses() map[string]cloud.State {
 	return map[string]cloud.State{
 		"": cloud.Carrying, "ACTIVE": cloud.Carrying, "PENDING": cloud.Changing, "INACTIVE": cloud.Idle, "DROPPED": cloud.Idle,
 	}
 }
 
-// nextHops returns what the warnings about the next hop of a route mean. An instance that cannot forward packets does
-// not count, because the flanneld on that instance reports the fault. Other warnings are not about packets.
+// nextHops are the warnings about the next hop of a route. Other warnings are not about packets.
 func nextHops() map[string]cloud.State {
 	return map[string]cloud.State{
 		"NEXT_HOP_INSTANCE_NOT_FOUND":             cloud.Gone,
@@ -79,11 +78,10 @@ func nextHops() map[string]cloud.State {
 		"NEXT_HOP_INSTANCE_HAS_NO_IPV6_INTERFACE": cloud.Idle,
 		"NEXT_HOP_ADDRESS_NOT_ASSIGNED":           cloud.Idle,
 		"NEXT_HOP_NOT_RUNNING":                    cloud.Idle,
-		"NEXT_HOP_CANNOT_IP_FORWARD":              cloud.Carrying,
+		"NEXT_HOP_CANNOT_IP_FORWARD":              cloud.Carrying, // the flanneld there reports it
 	}
 }
 
-// state returns whether the route carries packets, as far as the API tells.
 func (r route) state() cloud.State {
 	s := statuses()[r.Status]
 	for _, w := range r.Warnings {
@@ -92,7 +90,7 @@ func (r route) state() cloud.State {
 	return s
 }
 
-// dst returns the destination, or an invalid prefix.
+// dst returns an invalid prefix if the destination is none.
 func (r route) dst() netip.Prefix {
 	dst, err := netip.ParsePrefix(r.DestRange)
 	if err != nil {
@@ -101,39 +99,34 @@ func (r route) dst() netip.Prefix {
 	return dst.Masked()
 }
 
-// belongsTo reports whether the route belongs to the cluster with that name, or was made by
-// flannel. Routes of flannel have no description, and are known by their names.
 func (r route) belongsTo(cluster string) bool {
-	if r.Description == "" {
+	if r.Description == "" { // as routes of flannel, which are known by their names
 		return r.Name == flannelName(r.dst())
 	}
 	by, marked := cloud.MarkedBy(r.Description)
 	return marked && by == cluster
 }
 
-// flannelName returns the name that flannel gives the route to dst.
 func flannelName(dst netip.Prefix) string {
 	return "flannel-" + strings.NewReplacer(".", "-", ":", "-", "/", "-").Replace(dst.String())
 }
 
-// name returns the name of a route. Names are unique in a project. So the name contains a checksum
-// of everything that may differ between two routes to the same destination.
 func (r route) name(cluster string) string {
+	// Names are unique in a project, so this one depends on all that may differ between two routes to
+	// one destination.
 	sum := sha256.Sum256([]byte(strings.Join([]string{r.Network, cluster, r.Instance, strconv.Itoa(r.Priority)}, " ")))
 	return flannelName(r.dst()) + "-" + hex.EncodeToString(sum[:4])
 }
 
-// written returns r with only those fields that flanneld writes.
+// written has only the fields that flanneld writes.
 func (r route) written() route {
 	return route{Name: r.Name, Description: r.Description, Network: r.Network, DestRange: r.DestRange, Priority: r.Priority, Instance: r.Instance}
 }
 
-// convert returns r as a route of table. A route that does not belong to the cluster is foreign,
-// unless it leads to this host, whose target is own. A route for some instances is always foreign.
-// A route to this host always carries packets, because a new route would get the same warning.
+// convert returns r as a route of table. own is the target of routes to this host.
 func (r route) convert(table, cluster, own string) cloud.Route {
 	c := cloud.Route{Table: table, Dst: r.dst(), Target: r.target(), ByCall: r.static()}
-	if c.Target != own {
+	if c.Target != own { // a new route to this host would get the same warning
 		c.State = r.state()
 	}
 

@@ -37,15 +37,13 @@ type client struct {
 // object is an object of JSON.
 type object = map[string]any
 
-// call makes a call and decodes its answer. With a nil answer it decodes nothing. It repeats a
-// throttled call a few times.
+// call repeats a throttled call a few times. answer may be nil.
 func (c *client) call(ctx context.Context, s service, action string, params object, answer any) error {
 	return c.Make(ctx, action, action, func(k access.Keys) error { return c.once(ctx, k, s, action, params, answer) })
 }
 
-// try makes a call of the VPC service to check a right. Tencent Cloud has no dry runs of these
-// calls. So params must be invalid, so that the call changes nothing. A host without the right gets
-// an error about the right, and a host with the right gets an error about params.
+// try checks a right by a call of the VPC service, which has no dry runs: params are invalid, so the
+// call changes nothing, and the error is about the right or about params.
 func (c *client) try(ctx context.Context, action string, params object) error {
 	return c.Make(ctx, action+" (check)", action, func(k access.Keys) error { return c.once(ctx, k, c.vpc, action, params, nil) })
 }
@@ -75,10 +73,8 @@ func (c *client) once(ctx context.Context, keys access.Keys, s service, action s
 	return decode(status, text, s.name+":"+action, table, answer)
 }
 
-// decode decodes the answer to a call, or returns the error in it. Answers with an error also have
-// the status 200. permission is the one that the call needs, and table the id of the table in the
-// call.
 func decode(status int, text []byte, permission, table string, answer any) error {
+	// Answers with an error have the status 200 as well.
 	var outer struct{ Response json.RawMessage }
 	var failed struct {
 		Error *struct{ Code, Message string }
@@ -92,15 +88,13 @@ func decode(status int, text []byte, permission, table string, answer any) error
 	return access.Decode(outer.Response, answer)
 }
 
-// isCode reports whether err is an error of Tencent Cloud with one of these codes, or with a more
-// precise code that begins with one of them and a dot.
+// isCode also accepts codes that begin with one of these and a dot, which are more precise.
 func isCode(err error, codes ...string) bool {
 	have := access.Code(err)
 	return slices.ContainsFunc(codes, func(code string) bool { return have == code || strings.HasPrefix(have, code+".") })
 }
 
-// classify returns the error of package cloud for the error e of a call, or e if package cloud has
-// none for it. permission is the one that the call needs, and table the id of the table in the call.
+// classify returns the error of package cloud for an error of a call, if it has one.
 func classify(permission, table string, e *access.Error) error {
 	is := func(codes ...string) bool { return isCode(e, codes...) }
 	switch {
@@ -122,8 +116,7 @@ func classify(permission, table string, e *access.Error) error {
 	return e
 }
 
-// named returns the permission that the message of an error names. If it names none, named returns
-// permission, which is the one that the call needs.
+// named returns the permission that the message of an error names, or else permission.
 func named(permission, message string) string {
 	if found := regexp.MustCompile(`\(((?:vpc|cvm):[A-Za-z]+)\)`).FindStringSubmatch(message); found != nil {
 		return found[1]

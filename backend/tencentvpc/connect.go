@@ -14,8 +14,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-// connect returns a client for the region of this host. It reads the region from the metadata
-// service.
 func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, error) {
 	metadata, err := access.Endpoint("TENCENTCLOUD_METADATA_ENDPOINT", "http://metadata.tencentyun.com")
 	if err != nil {
@@ -31,6 +29,7 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 	if c.region, err = c.Metadata.Read(ctx, "placement/region"); err != nil {
 		return nil, err
 	}
+
 	domain := "tencentcloudapi.com"
 	if strings.HasSuffix(c.region, "-fsi") { // finance regions are isolated from the others
 		domain = c.region + "." + domain
@@ -57,8 +56,7 @@ type place struct {
 	vpc, subnet string     // ids
 }
 
-// find returns the place of the external interface. addresses are those of that interface. find
-// returns an error if the external interface is not the primary network interface of the instance.
+// find returns the place of the external interface, which must be the primary one of the instance.
 func (c *client) find(ctx context.Context, addresses []netip.Addr) (p place, err error) {
 	found, err := c.Metadata.Find(ctx, addresses, "primary-local-ipv4", "local-ipv4s/")
 	if err != nil {

@@ -14,22 +14,17 @@ import (
 type table struct {
 	ID      string `json:"RouteTableId"`
 	Main    bool
-	Subnets []struct {
-		ID string `json:"SubnetId"`
-	} `json:"AssociationSet"`
-	Routes []route `json:"RouteSet"`
+	Subnets []association `json:"AssociationSet"`
+	Routes  []route       `json:"RouteSet"`
 }
 
-// choose returns the table that a subnet uses: its own one, or else the main table. ok is false if
-// there is neither.
+type association struct {
+	Subnet string `json:"SubnetId"`
+}
+
+// choose returns the table that a subnet uses: its own one, or else the main table.
 func choose(tables []table, subnet string) (t table, ok bool) {
-	i := slices.IndexFunc(tables, func(t table) bool {
-		return slices.ContainsFunc(t.Subnets, func(s struct {
-			ID string `json:"SubnetId"`
-		}) bool {
-			return s.ID == subnet
-		})
-	})
+	i := slices.IndexFunc(tables, func(t table) bool { return slices.Contains(t.Subnets, association{subnet}) })
 	if i < 0 {
 		i = slices.IndexFunc(tables, func(t table) bool { return t.Main })
 	}
@@ -57,7 +52,7 @@ const (
 	user         = "USER"
 )
 
-// dst returns the destination, or an invalid prefix.
+// dst returns an invalid prefix if the destination is none.
 func (r route) dst() netip.Prefix {
 	dst, err := netip.ParsePrefix(cmp.Or(r.Dst, r.Dst6))
 	if err != nil {
@@ -66,18 +61,16 @@ func (r route) dst() netip.Prefix {
 	return dst.Masked()
 }
 
-// disabled reports whether r exists, but carries no packets.
 func (r route) disabled() bool { return r.Enabled != nil && !*r.Enabled }
 
-// state returns whether r carries packets. The API has no other states: calls take effect before they return.
 func (r route) state() cloud.State {
 	if r.disabled() {
 		return cloud.Idle
 	}
-	return cloud.Carrying
+	return cloud.Carrying // calls take effect before they return
 }
 
-// id returns a route with only the fields that identify r in calls.
+// id has only the fields that identify r in calls.
 func (r route) id() route { return route{ID: r.ID, Item: r.Item} }
 
 // instance is an instance as the API describes it.
@@ -90,7 +83,7 @@ type instance struct {
 	} `json:"VirtualPrivateCloud"`
 }
 
-// runs reports whether the instance can get packets now or soon.
+// runs includes instances that get packets soon.
 func (i instance) runs() bool {
 	return !slices.Contains([]string{"STOPPED", "STOPPING", "SHUTDOWN", "TERMINATING", "LAUNCH_FAILED"}, i.State)
 }

@@ -64,8 +64,7 @@ func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error
 			at[a] = i
 		}
 	}
-
-	maps.Copy(at, instances)
+	maps.Copy(at, instances) // last: private addresses win
 
 	tables := make([]string, len(hosts))
 	for n, h := range hosts {
@@ -98,7 +97,7 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 	return tables, cloud.Look(tables, v.networks, other, func(addresses []string) (map[string]cloud.State, error) { return v.states(ctx, addresses) })
 }
 
-// states returns the states of instances by their addresses. A route does not say whether its target exists and runs.
+// states returns the states of instances by address: a route does not say whether its target exists and runs.
 func (v *vpc) states(ctx context.Context, addresses []string) (map[string]cloud.State, error) {
 	if len(addresses) == 0 {
 		return nil, nil
@@ -110,18 +109,16 @@ func (v *vpc) states(ctx context.Context, addresses []string) (map[string]cloud.
 	}
 	states := map[string]cloud.State{}
 	for a, i := range instances {
-		if states[a.String()] = cloud.Carrying; !i.runs() {
+		states[a.String()] = cloud.Carrying
+		if !i.runs() {
 			states[a.String()] = cloud.Idle
 		}
 	}
 	return states, nil
 }
 
-// pages reads a list page by page. It calls the function one with the offset of each page, until it has
-// got all items. one returns the number of items of the page, and that of all pages. pages returns
-// ErrUnavailable, wrapped, if the number of all items changes between two pages, or differs from the
-// number of items that the pages contain. The reason is that an item may then be missing in all pages,
-// so that its host would look lost.
+// pages calls one with the offset of each page of a list. one returns the number of items of the page,
+// and that of all pages.
 func pages(one func(offset int) (got, total int, err error)) error {
 	for offset, first := 0, -1; ; {
 		got, total, err := one(offset)
@@ -132,18 +129,19 @@ func pages(one func(offset int) (got, total int, err error)) error {
 			first = total
 		}
 
+		// If the list has changed meanwhile, an item may be missing in all pages, and its host would
+		// look lost.
 		offset += got
-		switch {
-		case total != first, offset > total, got == 0 && offset < total:
+		if total != first || offset > total || got == 0 && offset < total {
 			return fmt.Errorf("%w with all items of a list: have %d of %d, and %d when it began", cloud.ErrUnavailable, offset, total, first)
-		case offset == total:
+		}
+		if offset == total {
 			return nil
 		}
 	}
 }
 
-// table reads all tables of the VPC into v.all, and returns the table of this host's subnet. It returns an
-// error if there is none.
+// table reads all tables of the VPC into v.all, and returns that of this host's subnet.
 func (v *vpc) table(ctx context.Context) (table, error) {
 	var all []table
 	err := pages(func(offset int) (int, int, error) {
@@ -160,6 +158,7 @@ func (v *vpc) table(ctx context.Context) (table, error) {
 	if err != nil {
 		return table{}, err
 	}
+
 	v.all = all
 	t, ok := choose(all, v.own.subnet)
 	if !ok {
@@ -172,8 +171,7 @@ func filter(name, value string) []object {
 	return []object{{"Name": name, "Values": []string{value}}}
 }
 
-// instances returns the instances of the VPC, by each of their private addresses. It returns
-// ErrUnavailable, wrapped, if CVM does not know this instance yet.
+// instances returns the instances of the VPC by private address.
 func (v *vpc) instances(ctx context.Context) (map[netip.Addr]instance, error) {
 	all := map[netip.Addr]instance{}
 	err := pages(func(offset int) (int, int, error) {
@@ -196,36 +194,31 @@ func (v *vpc) instances(ctx context.Context) (map[netip.Addr]instance, error) {
 	return all, err
 }
 
-// to returns the routes of t to dst that a call has made.
+// to returns the routes to dst that a call has made.
 func (t table) to(dst netip.Prefix) []route {
 	return slices.DeleteFunc(slices.Clone(t.Routes), func(r route) bool { return r.dst() != dst || r.Type != user })
 }
 
-// convert returns r as a route of a table. convert reports false if the destination of r is not a prefix. A
-// route to something that is not an instance is foreign. A route with the mark of another cluster is
-// foreign unless it leads to this host, because no other host needs such a route.
+// convert returns false if the destination of r is not a prefix.
 func (v *vpc) convert(r route, table string) (cloud.Route, bool) {
 	c := cloud.Route{Table: table, Dst: r.dst(), State: r.state(), ByCall: r.Type == user, Target: cmp.Or(r.Target, r.Kind, "an unknown target")}
 	switch {
 	case !c.ByCall:
 	case r.Kind != instanceKind:
 		c.Foreign = "which leads to no instance"
-	case c.Target != v.own.address.String():
+	case c.Target != v.own.address.String(): // only this host needs a route to this host
 		c.Foreign = cloud.ForeignMark(r.Description, v.cluster)
 	}
 	return c, c.Dst.IsValid()
 }
 
-// ofOther reports whether r has the mark of another cluster.
 func (v *vpc) ofOther(r route) bool { return cloud.OfOther(r.Description, v.cluster) }
 
-// write returns a route to an instance in the form of the API.
 func (v *vpc) write(r cloud.Route) route {
 	yes := true
 	return route{Dst: r.Dst.String(), Kind: instanceKind, Target: r.Target, Description: cloud.Describe(v.cluster, v.networks, r.Dst), Enabled: &yes}
 }
 
-// change makes a call that changes routes of a table.
 func (v *vpc) change(ctx context.Context, action, table string, routes ...route) error {
 	return v.api.call(ctx, v.api.vpc, action, object{"RouteTableId": table, "Routes": routes}, nil)
 }
@@ -240,16 +233,17 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	if err != nil {
 		return err
 	}
+
 	var present []route
 	for _, have := range t.to(r.Dst) {
 		c, _ := v.convert(have, r.Table)
-		switch {
-		case (c.Foreign != "" || v.ofOther(have)) && have.disabled(): // it carries no packets, and may stay
-		case c.Foreign == "":
-			present = append(present, have)
-		default:
+		if (c.Foreign != "" || v.ofOther(have)) && have.disabled() {
+			continue // it carries no packets, and may stay
+		}
+		if c.Foreign != "" {
 			return cloud.ErrExists
 		}
+		present = append(present, have)
 	}
 	if len(present) > 0 && !replace {
 		return cloud.ErrExists
@@ -277,8 +271,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	return cloud.ErrExists
 }
 
-// replace leaves r as the only one of the present routes. It keeps a present route that equals r,
-// or else changes the first one to r, and deletes the others. present must not be empty.
+// replace leaves r as the only one of the present routes, of which there must be one.
 func (v *vpc) replace(ctx context.Context, r cloud.Route, present []route) error {
 	keep := max(slices.IndexFunc(present, func(have route) bool {
 		c, _ := v.convert(have, r.Table)
@@ -301,7 +294,6 @@ func (v *vpc) replace(ctx context.Context, r cloud.Route, present []route) error
 	return nil
 }
 
-// delete deletes a route. It returns nil if the route does not exist.
 func (v *vpc) delete(ctx context.Context, table string, r route) error {
 	err := v.change(ctx, "DeleteRoutes", table, r.id())
 	if isCode(err, "ResourceNotFound") {
