@@ -62,8 +62,7 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	return c, warnings, nil
 }
 
-// mtu returns the maximum packet size in bytes that every path allows. All families share
-// one device, so the longest outer header counts.
+// mtu is that of the one device of all families, so the longest outer header counts.
 func mtu(env backend.Env) int {
 	mtu := env.Underlay.MTU
 	for _, n := range env.Config.Networks {

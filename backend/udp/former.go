@@ -73,8 +73,7 @@ func (k kernelPath) Remove(context.Context) error {
 	return oneline.Join(errs...)
 }
 
-// formerDevice returns the device of the kernel path, or nil if there is none. The device of this
-// version has the same name, but another type.
+// formerDevice returns nil if there is no device of the kernel path.
 func formerDevice() (netlink.Link, error) {
 	link, err := netlink.LinkByName(deviceName)
 	if errors.As(err, &netlink.LinkNotFoundError{}) {
@@ -84,13 +83,12 @@ func formerDevice() (netlink.Link, error) {
 		return nil, fmt.Errorf("look up link %s: %w", deviceName, err)
 	}
 	if tunnel, ok := link.(*netlink.Iptun); !ok || tunnel.EncapType == 0 {
-		return nil, nil
+		return nil, nil // the device of this version has the same name, but another type
 	}
 	return link, nil
 }
 
-// fouPorts returns the FOU ports with the number of k that unpack IPv4 packets, on any address,
-// because the address of the host may have changed.
+// fouPorts returns those on any address, because that of the host may have changed.
 func (k kernelPath) fouPorts() (ports []netlink.Fou, err error) {
 	if _, err := netlink.FouFamilyId(); errors.Is(err, unix.ENOENT) {
 		return nil, nil // the kernel has no FOU
@@ -108,7 +106,7 @@ func (k kernelPath) fouPorts() (ports []netlink.Fou, err error) {
 	return ports, nil
 }
 
-// deleteFOUPort deletes f. netlink.FouDel finds only ports on all addresses.
+// deleteFOUPort replaces netlink.FouDel, which finds only ports on all addresses.
 func deleteFOUPort(f netlink.Fou) error {
 	family, err := netlink.FouFamilyId()
 	if err != nil {

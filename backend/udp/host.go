@@ -86,7 +86,6 @@ func (h *Host) FreePorts(ports []int) error {
 	return h.closeDevice()
 }
 
-// closeDevice closes the device, and before that its tunnel.
 func (h *Host) closeDevice() error {
 	if h.device == nil {
 		return nil
@@ -105,10 +104,8 @@ func (h *Host) closeTunnel() error {
 	return err
 }
 
-// openTunnel returns a tunnel between the device with that name and the peers, and marks it as
-// used. It sets the device, the source check, the table and the counters in c. The tunnel may run
-// already, because an earlier network has left it. openTunnel replaces a tunnel that has ended or has
-// other ends.
+// openTunnel returns a tunnel between the device with that name and the peers, which may run already
+// because an earlier network has left it.
 func (h *Host) openTunnel(ctx context.Context, name string, c tunnel.Config) (*tunnel.Tunnel, error) {
 	t, err := h.takeTunnel(ctx, name, c)
 	if err != nil {
@@ -119,7 +116,6 @@ func (h *Host) openTunnel(ctx context.Context, name string, c tunnel.Config) (*t
 	return t, nil
 }
 
-// takeTunnel is openTunnel without passing the device to systemd.
 func (h *Host) takeTunnel(ctx context.Context, name string, c tunnel.Config) (*tunnel.Tunnel, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -148,27 +144,24 @@ func (h *Host) takeTunnel(ctx context.Context, name string, c tunnel.Config) (*t
 	return h.tunnel, nil
 }
 
-// sameEnds reports whether tunnels with these configurations have the same device, the same
-// addresses and the same networks.
 func sameEnds(a, b tunnel.Config) bool {
 	return a.Device == b.Device && slices.Equal(a.Local, b.Local) && slices.Equal(a.Own, b.Own) && slices.Equal(a.Networks, b.Networks)
 }
 
-// leaveTunnel marks the tunnel as unused. It continues until another network takes it over or
-// the Host closes it.
+// leaveTunnel lets the tunnel continue until another network takes it over or the Host closes it.
 func (h *Host) leaveTunnel() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.used = false
 }
 
-// store passes the device to systemd, unless systemd already keeps it. If systemd does not take the
-// device, store only logs that, and does not try again.
+// store passes the device to systemd, once.
 func (h *Host) store(ctx context.Context, d *tunnel.Device) {
 	h.mu.Lock()
 	known := h.stored == d
 	h.stored = d
 	h.mu.Unlock()
+
 	if known {
 		return
 	}
@@ -177,8 +170,7 @@ func (h *Host) store(ctx context.Context, d *tunnel.Device) {
 	}
 }
 
-// openDevice makes h.device the device with that name, ready to carry packets. If the kernel does
-// not accept ICMP errors from it, openDevice only logs that.
+// openDevice makes h.device the device with that name, ready to carry packets.
 func (h *Host) openDevice(ctx context.Context, name string) error {
 	if err := h.attachDevice(ctx, name); err != nil {
 		return err
@@ -193,8 +185,7 @@ func (h *Host) openDevice(ctx context.Context, name string) error {
 	return nil
 }
 
-// attachDevice makes h.device an open device with that name: the present one, the one that
-// systemd has kept, a persistent one, or a new one.
+// attachDevice takes the present device, the one that systemd has kept, a persistent one, or a new one.
 func (h *Host) attachDevice(ctx context.Context, name string) (err error) {
 	if h.device != nil && h.device.Name() == name && h.device.Alive() {
 		return nil
@@ -208,15 +199,14 @@ func (h *Host) attachDevice(ctx context.Context, name string) (err error) {
 	return addRemedy(err)
 }
 
-// keptDevice returns the device that systemd has kept for the last process. It returns nil if
-// there is no usable one, and from the second call on. systemd passes the descriptor as for
-// socket activation (sd_listen_fds(3)).
+// keptDevice returns the device that systemd has kept for the last process, in the first call. systemd
+// passes the descriptor as for socket activation (sd_listen_fds(3)).
 func (h *Host) keptDevice(ctx context.Context, name string) *tunnel.Device {
 	if h.askedSystemd {
 		return nil
 	}
 
-	h.askedSystemd = true
+	h.askedSystemd = true // systemd passes it once
 	var found *tunnel.Device
 	for _, file := range activation.FilesWithNames()[name] {
 		raw, err := file.SyscallConn()
@@ -230,20 +220,20 @@ func (h *Host) keptDevice(ctx context.Context, name string) *tunnel.Device {
 			continue
 		}
 		device, err := tunnel.AdoptDevice(fd)
-		switch {
-		case err != nil:
-		case device.Name() != name || !device.Alive():
-			_ = device.Close()
-		default:
-			klog.FromContext(ctx).Info("using the device that systemd has kept", "device", name)
-			found = device
+		if err != nil {
+			continue
 		}
+		if device.Name() != name || !device.Alive() {
+			_ = device.Close()
+			continue
+		}
+		klog.FromContext(ctx).Info("using the device that systemd has kept", "device", name)
+		found = device
 	}
 	return found
 }
 
-// keepDevice passes the device to systemd (FDSTORE of sd_notify(3)), if systemd runs this
-// process and the unit allows that. It replaces a device of that name that systemd has kept.
+// keepDevice passes the device to systemd (FDSTORE of sd_notify(3)), if the unit allows that.
 func keepDevice(ctx context.Context, d *tunnel.Device) error {
 	raw, err := d.File().SyscallConn()
 	if err != nil {
@@ -253,8 +243,7 @@ func keepDevice(ctx context.Context, d *tunnel.Device) error {
 	return oneline.Join(err, cerr)
 }
 
-// addRemedy adds a remedy to an error about opening the device, if it knows one. It returns nil
-// if err is nil.
+// addRemedy says what helps against an error about opening the device.
 func addRemedy(err error) error {
 	switch {
 	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO):

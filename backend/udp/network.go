@@ -35,8 +35,6 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// base returns the wanted state: that of Env.TunnelBase, the device with the base addresses of this host's
-// subnets, and a route to each network through the device.
 func (b *Backend) base(own subnet.Lease) dataplane.State {
 	want := b.env.TunnelBase(own)
 	want.Add(dataplane.Link{Name: b.device(), Kind: dataplane.KindTUN, MTU: mtu(b.env), Up: true})
@@ -60,8 +58,7 @@ type network struct {
 	started bool                     // this network has started the tunnel, and is notified of its end
 }
 
-// start opens device and tunnel. The tunnel carries no packets yet, unless an earlier network has
-// left it running.
+// start opens a tunnel that carries no packets yet, unless an earlier network has left it running.
 func (n *network) start(ctx context.Context) error {
 	for _, l := range n.Leftovers() { // just before their successors, so that few packets are lost in between
 		if err := l.Remove(ctx); err != nil {
@@ -77,8 +74,6 @@ func (n *network) start(ctx context.Context) error {
 	return nil
 }
 
-// openTunnel makes the Host open the device, and a tunnel between the device and the peers. The
-// network uses that tunnel from then on.
 func (n *network) openTunnel(ctx context.Context) (err error) {
 	var c tunnel.Config
 	for _, net := range n.env.Config.Networks {
@@ -87,16 +82,16 @@ func (n *network) openTunnel(ctx context.Context) (err error) {
 			c.Local = append(c.Local, netip.AddrPortFrom(addr.Local, uint16(n.config.Port)))
 		}
 	}
-
 	for _, e := range n.own.Endpoints {
 		c.Own = append(c.Own, e.Subnet.Addr())
 	}
+
 	n.started = false
 	n.tunnel, err = n.host.openTunnel(ctx, n.device(), c)
 	return err
 }
 
-// startTunnel makes the tunnel carry packets, and notifies the loop when the tunnel ends.
+// startTunnel also notifies the loop when the tunnel ends.
 func (n *network) startTunnel() error {
 	if err := n.tunnel.Start(); err != nil {
 		return err
@@ -129,8 +124,8 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome,
 	return outcome, err
 }
 
-// entries returns the public addresses of the peers in set, by subnet. have are those until now. As long as set is
-// not complete, those of them that set does not replace stay.
+// entries returns the public addresses of the peers by subnet. As long as set is not complete, those of
+// have stay.
 func entries(set backend.Set, have map[netip.Prefix]netip.Addr) map[netip.Prefix]netip.Addr {
 	want := make(map[netip.Prefix]netip.Addr, len(set.Leases))
 	if !set.Complete {
@@ -144,8 +139,7 @@ func entries(set backend.Set, have map[netip.Prefix]netip.Addr) map[netip.Prefix
 	return want
 }
 
-// reopen opens a new device or tunnel if another program has deleted the device, the tunnel has
-// ended, or the last attempt has failed.
+// reopen opens a new device or tunnel unless both are in order.
 func (n *network) reopen(ctx context.Context) error {
 	if n.tunnel != nil && n.tunnel.Err() == nil && n.tunnel.Device.Alive() {
 		return nil

@@ -42,12 +42,11 @@ func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []str
 	return &Backend{env: env, config: c, host: h}, warnings, nil
 }
 
-// device returns the name of the device. If the process serves several networks, each device
-// has its port in its name, so that the name does not depend on the order of the networks.
 func (b *Backend) device() string {
 	if b.env.Network == "" {
 		return deviceName
 	}
+	// With several networks the name must not depend on their order.
 	return fmt.Sprintf("flannel-%d", b.config.Port)
 }
 

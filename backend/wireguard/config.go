@@ -22,8 +22,7 @@ const (
 	defaultPortV6 = 51821
 )
 
-// maxSharingInterval is a day, in seconds.
-const maxSharingInterval = 86400
+const maxSharingInterval = 86400 // a day, in seconds
 
 // The values of Mode. With separate, each family has its own device. With the other values, one
 // device carries both families: ipv4 and ipv6 name the family of its outer packets, and auto
@@ -98,7 +97,8 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 		}
 	}
 
-	c.Mode, c.Implementation = strings.ToLower(c.Mode), strings.ToLower(c.Implementation)
+	c.Mode = strings.ToLower(c.Mode)
+	c.Implementation = strings.ToLower(c.Implementation)
 	if modes := []string{modeSeparate, modeAuto, modeIPv4, modeIPv6}; !slices.Contains(modes, c.Mode) {
 		return c, nil, fmt.Errorf("Backend.Mode is %q: want one of %s", subnet.Shorten(c.Mode), strings.Join(modes, ", "))
 	}
@@ -116,8 +116,7 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	return c, warnings, c.check(env)
 }
 
-// check returns an error if Mode does not fit the families of the network, if two devices would
-// have the same port, or if the MTU of the underlay is too small for a device.
+// check returns an error if the Mode, the ports or the MTU do not fit this network.
 func (c config) check(env backend.Env) error {
 	have := families(env)
 	if c.Mode == modeSeparate && len(have) == 2 && c.ListenPort == c.ListenPortV6 {
@@ -147,8 +146,7 @@ func families(env backend.Env) []prefix.Family {
 	return fs
 }
 
-// psk returns the preshared key of all peers, or zero if none is configured. It returns an error if
-// the file cannot be read or contains no key.
+// psk returns zero if no preshared key is configured.
 func (c config) psk() (wgtypes.Key, error) {
 	text := c.PSK
 	if c.PSKFile != "" {
@@ -177,9 +175,8 @@ type tunnel struct {
 	outer    []prefix.Family // families of the outer packets
 }
 
-// tunnels returns the devices of a network with the families in have. network is the name of
-// the network; it is empty if the process serves only one. If it serves several, the name of
-// each device contains its port.
+// tunnels returns the devices of a network with these families. network is empty if the process serves
+// only one.
 func (c config) tunnels(network string, have []prefix.Family) []tunnel {
 	name := func(base string, port int) string {
 		if network == "" {
@@ -187,6 +184,7 @@ func (c config) tunnels(network string, have []prefix.Family) []tunnel {
 		}
 		return fmt.Sprintf("flannel-wg%d", port)
 	}
+
 	if c.Mode != modeSeparate {
 		outer := have
 		switch c.Mode {
@@ -210,16 +208,15 @@ func (c config) tunnels(network string, have []prefix.Family) []tunnel {
 	return ts
 }
 
-// overhead returns the number of bytes that encapsulation adds to a packet: the larger
-// outer IP header, UDP 8, WireGuard 32.
+// overhead is what encapsulation adds to a packet at most, in bytes.
 func (t tunnel) overhead() int {
+	const inner = 8 + 32 // UDP and WireGuard
 	if slices.Contains(t.outer, prefix.IPv6) {
-		return 40 + 8 + 32
+		return 40 + inner
 	}
-	return 20 + 8 + 32
+	return 20 + inner
 }
 
-// minMTU returns the minimum MTU in bytes with which the device can carry its families.
 func (t tunnel) minMTU() int {
 	if slices.Contains(t.families, prefix.IPv6) {
 		return prefix.IPv6.MinMTU()

@@ -13,9 +13,7 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
-// control reads and configures devices.
 type control interface {
-	// Index returns the index of a device.
 	Index(device string) (int, error)
 	Device(name string) (*wgtypes.Device, error)
 	ConfigureDevice(name string, c wgtypes.Config) error
@@ -34,8 +32,7 @@ func (hostControl) Index(device string) (int, error) {
 	return link.Index, nil
 }
 
-// explainPortInUse returns an error that names port if err says that another program uses the port.
-// Otherwise it returns err.
+// explainPortInUse names port if err says that another program uses it.
 func explainPortInUse(err error, port int) error {
 	// A device of this process returns a number, which wgctrl turns into a text.
 	inUse := fmt.Sprintf("errno=-%d", int(syscall.EADDRINUSE))

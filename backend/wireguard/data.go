@@ -28,7 +28,6 @@ type leaseData struct {
 	PeerEndpoints json.RawMessage `json:",omitempty"`
 }
 
-// encodeData returns the backend data of a host for one family.
 func encodeData(d leaseData) (json.RawMessage, error) {
 	raw, err := json.Marshal(d)
 	if err != nil {
@@ -37,10 +36,9 @@ func encodeData(d leaseData) (json.RawMessage, error) {
 	return raw, nil
 }
 
-// decodeNamed returns the PublicEndpoint in backend data, or the zero Named if there is none or
-// if it is invalid.
+// decodeNamed returns the zero Named if there is no PublicEndpoint, or an invalid one.
 func decodeNamed(raw json.RawMessage) endpoint.Named {
-	if !bytes.Contains(raw, []byte(namedField)) { // as in nearly all leases
+	if !bytes.Contains(raw, []byte("PublicEndpoint")) { // as in nearly all leases
 		return endpoint.Named{}
 	}
 	var d struct{ PublicEndpoint string }
@@ -54,12 +52,7 @@ func decodeNamed(raw json.RawMessage) endpoint.Named {
 	return n
 }
 
-// namedField is the JSON key of leaseData.PublicEndpoint.
-const namedField = "PublicEndpoint"
-
-// decodeData returns the public key and the port in a lease's backend data. Port 0 means that the
-// data contains no port. It returns an error if the data contains no valid public key or an invalid
-// port.
+// decodeData returns port 0 if the data contains no port.
 func decodeData(raw json.RawMessage) (key wgtypes.Key, port int, err error) {
 	if len(raw) == 0 {
 		return key, 0, errors.New("no backend data, want a PublicKey")

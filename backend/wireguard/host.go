@@ -31,11 +31,7 @@ type hostDevice struct {
 // NewHost returns a Host without devices. The caller closes it.
 func NewHost() *Host { return &Host{devices: map[string]*hostDevice{}} }
 
-// take returns the device for t, and marks it as used. The caller starts it. An earlier network
-// may have left the device running. If the external interface or the addresses that the device
-// sends from have changed since, take closes that device and returns a new one, because
-// WireGuard remembers for each peer the address from which it sends. take also closes unused
-// devices with other names that listen on the port of t.
+// take returns the device for t, which an earlier network may have left running. The caller starts it.
 func (h *Host) take(t tunnel, mtu int, u underlay.Interface) (*userspaceDevice, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -48,6 +44,7 @@ func (h *Host) take(t tunnel, mtu int, u underlay.Interface) (*userspaceDevice, 
 
 	err := h.closeIf(func(d *hostDevice) bool {
 		if d.name == t.name {
+			// WireGuard remembers for each peer the address from which it sends.
 			return d.iface != u.Index || !slices.Equal(d.local, local)
 		}
 		return !d.used && d.port == t.port
@@ -55,6 +52,7 @@ func (h *Host) take(t tunnel, mtu int, u underlay.Interface) (*userspaceDevice, 
 	if err != nil {
 		return nil, err
 	}
+
 	d := h.devices[t.name]
 	if d == nil {
 		d = &hostDevice{userspaceDevice: userspaceDevice{name: t.name}}
@@ -69,8 +67,7 @@ func (h *Host) take(t tunnel, mtu int, u underlay.Interface) (*userspaceDevice, 
 	return &d.userspaceDevice, nil
 }
 
-// leave marks a device as unused. It continues to run until another network takes it or the Host
-// closes it.
+// leave lets a device run until another network takes it or the Host closes it.
 func (h *Host) leave(u *userspaceDevice) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -79,8 +76,7 @@ func (h *Host) leave(u *userspaceDevice) {
 	}
 }
 
-// closeNamed closes the devices with these names, used or not, because devices of the kernel
-// replace them.
+// closeNamed closes devices, used or not, that devices of the kernel replace.
 func (h *Host) closeNamed(names []string) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -108,7 +104,7 @@ func (h *Host) Close() error {
 	return h.closeIf(func(*hostDevice) bool { return true })
 }
 
-// closeIf closes the devices for which f returns true. The caller holds h.mu.
+// The caller holds h.mu.
 func (h *Host) closeIf(f func(*hostDevice) bool) error {
 	var errs []error
 	for name, d := range h.devices {

@@ -54,31 +54,31 @@ type initiator struct {
 	last time.Time // time of the last started handshake
 }
 
-// newInitiator returns an initiator for dev. It continues after the end of ctx: the caller closes it.
+// newInitiator returns an initiator that continues after the end of ctx, until close.
 func newInitiator(ctx context.Context, dev *wgdevice.Device) *initiator {
 	i := &initiator{dev: dev}
 	i.ctx, i.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	return i
 }
 
-// initiate starts handshakes with the peers that were added. It must be called after every change
-// of the device's peers, with the changes in peers. own is the device's public key. fresh is set if
-// the peers may have sessions with an earlier device. With fresh, initiate starts all handshakes at
-// once, even if own is the larger key. initiate does not wait for answers.
+// initiate must be called after every change of the device's peers. own is the device's public key.
+// fresh is set if the peers may have sessions with an earlier device.
 func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig, fresh bool) {
 	var first, second []wgdevice.NoisePublicKey
 	for _, p := range peers {
-		key := wgdevice.NoisePublicKey(p.PublicKey)
-		switch smaller := bytes.Compare(own[:], key[:]) < 0; {
-		case p.UpdateOnly:
-			continue
-		case smaller:
-			first = append(first, key)
-		case !fresh:
-			second = append(second, key)
-			continue
+		if p.UpdateOnly {
+			continue // not new
 		}
-		i.startHandshake(key, false)
+		key := wgdevice.NoisePublicKey(p.PublicKey)
+		smaller := bytes.Compare(own[:], key[:]) < 0
+		if smaller {
+			first = append(first, key)
+		} else if !fresh {
+			second = append(second, key)
+		}
+		if smaller || fresh {
+			i.startHandshake(key, false)
+		}
 	}
 	if len(first) > 0 {
 		i.tasks.Go(func() { i.retry(first, handshakeAttempts-1, retryPause, true) })
@@ -88,8 +88,7 @@ func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig, fresh 
 	}
 }
 
-// retry starts a handshake with each of the peers that still has no session, as many times, each after a
-// pause. See startHandshake for again.
+// retry starts handshakes with the peers that still have no session.
 func (i *initiator) retry(peers []wgdevice.NoisePublicKey, times int, pause time.Duration, again bool) {
 	for range times {
 		if wait.For(i.ctx, pause) != nil {
@@ -114,10 +113,8 @@ func (i *initiator) retry(peers []wgdevice.NoisePublicKey, times int, pause time
 	}
 }
 
-// startHandshake starts a handshake with a peer, unless the peer was removed. Normally the
-// device starts at most one handshake with a peer in 5 s, and ignores this call if it is too
-// early. With again, the device gives up the last handshake and starts a new one at once. A
-// late answer to the last one is then ignored.
+// startHandshake does nothing if the device has started a handshake with the peer in the last 5 s.
+// With again, the device gives that one up, ignores a late answer to it, and starts a new one.
 func (i *initiator) startHandshake(key wgdevice.NoisePublicKey, again bool) {
 	peer := i.dev.LookupPeer(key)
 	if peer == nil {
@@ -127,18 +124,20 @@ func (i *initiator) startHandshake(key wgdevice.NoisePublicKey, again bool) {
 		peer.ExpireCurrentKeypairs()
 	}
 	_ = peer.SendHandshakeInitiation(false) // if it fails, the device repeats it with the next packet
+
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	i.last = time.Now()
 }
 
 // withoutSession returns those peers with which the device has never completed a handshake. It
-// returns nil if the state cannot be read. It changes the array of the slice peers.
+// changes the array of peers.
 func (i *initiator) withoutSession(peers []wgdevice.NoisePublicKey) []wgdevice.NoisePublicKey {
 	state, err := i.dev.IpcGet()
 	if err != nil {
 		return nil
 	}
+
 	had := map[string]bool{}
 	of := ""
 	for line := range strings.Lines(state) {
@@ -152,11 +151,11 @@ func (i *initiator) withoutSession(peers []wgdevice.NoisePublicKey) []wgdevice.N
 	return slices.DeleteFunc(peers, func(k wgdevice.NoisePublicKey) bool { return had[hex.EncodeToString(k[:])] })
 }
 
-// close stops the initiator, waits for its goroutines, and then until another device may start
-// handshakes with the same peers. The last wait takes at most handshakePause. It does not end earlier
-// when the process stops, because the next process may start handshakes at once.
 func (i *initiator) close() {
 	i.cancel()
 	i.tasks.Wait()
+
+	// Until another device may start handshakes with the same peers, even if this process is about to
+	// stop: the next one may start them at once.
 	<-time.After(time.Until(i.last.Add(handshakePause)))
 }

@@ -17,16 +17,14 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
-// keyFile is the name of the private key file in the state directory.
-const keyFile = "wgkey"
+const keyFile = "wgkey" // in the state directory
 
 // flannelKeyFile is the path of upstream flannel's private key, unless WIREGUARD_KEY_FILE
 // sets another.
 const flannelKeyFile = "/run/flannel/wgkey"
 
-// writtenFile is the name of a file in the state directory. It lists the private key files
-// that flanneld has written because of WIREGUARD_KEY_FILE. It is a JSON object that maps the
-// path of each file to the public key.
+// writtenFile lists, in the state directory, the private key files that flanneld has written because
+// of WIREGUARD_KEY_FILE: a JSON object that maps the path of each file to the public key.
 const writtenFile = "wgkey-written"
 
 // keyStore stores the private key, so that it survives restarts and reboots.
@@ -40,8 +38,7 @@ type keyStore struct {
 // keyFileVariable is the environment variable with the path of the private key.
 const keyFileVariable = "WIREGUARD_KEY_FILE"
 
-// newKeyStore returns the store of a network's key. network is the name of the network; it is
-// empty if the process serves only one. WIREGUARD_KEY_FILE has priority over the other paths.
+// newKeyStore returns the store of a network's key. network is empty if the process serves only one.
 func newKeyStore(stateDir, network string) keyStore {
 	if path := os.Getenv(keyFileVariable); path != "" {
 		s := keyStore{path: path}
@@ -51,22 +48,20 @@ func newKeyStore(stateDir, network string) keyStore {
 		return s
 	}
 
-	switch {
-	case network != "" && stateDir == "":
-		return keyStore{}
-	case network != "":
-		return keyStore{path: filepath.Join(stateDir, keyFile+"-"+network)}
-	case stateDir == "":
-		return keyStore{fallback: flannelKeyFile}
+	name := keyFile
+	s := keyStore{fallback: flannelKeyFile}
+	if network != "" {
+		name += "-" + network
+		s.fallback = ""
 	}
-	return keyStore{path: filepath.Join(stateDir, keyFile), fallback: flannelKeyFile}
+	if stateDir != "" {
+		s.path = filepath.Join(stateDir, name)
+	}
+	return s
 }
 
-// key returns the private key that is stored in s.path, unless it may belong to another host, or else in
-// s.fallback. If there is none, it returns device, the key of the existing device. If device is zero, it makes a new
-// key. When key returns without an error, the key is in s.path, unless s.path is empty. It
-// returns an error if a file cannot be read or contains no key, or if the key cannot be
-// stored.
+// key returns the stored private key, or else that of the existing device, or else a new one. The key
+// is then in s.path, unless that is empty.
 func (s keyStore) key(device wgtypes.Key) (wgtypes.Key, error) {
 	for _, path := range []string{s.path, s.fallback} {
 		if path == "" || path == s.path && s.foreign {
@@ -129,8 +124,7 @@ func writeSecret(path string, text []byte) error {
 	return renameio.WriteFile(path, text, 0o600, renameio.WithTempDir(dir), renameio.IgnoreUmask())
 }
 
-// addToWritten adds s.path to the list of written key files, with the public key of key. It
-// replaces a list that cannot be read.
+// addToWritten lists s.path in s.written. It replaces a list that cannot be read.
 func (s keyStore) addToWritten(key wgtypes.Key) error {
 	path, err := filepath.Abs(s.path)
 	if err != nil {
@@ -148,8 +142,7 @@ func (s keyStore) addToWritten(key wgtypes.Key) error {
 	return writeSecret(s.written, text)
 }
 
-// readWritten reads the list of the private key files that flanneld has written: their
-// paths, each with its public key. It returns nil if the list does not exist.
+// readWritten returns nil if the list does not exist.
 func readWritten(path string) (list map[string]string, err error) {
 	text, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {

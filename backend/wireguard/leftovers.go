@@ -45,5 +45,4 @@ func (s socketLeftover) Remove(context.Context) error {
 	return err
 }
 
-// socketPath returns the path of the control socket of a device.
 func socketPath(dir, device string) string { return filepath.Join(dir, device+".sock") }

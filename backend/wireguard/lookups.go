@@ -64,8 +64,8 @@ func (l *lookups) start(host string, known []netip.Addr) {
 		case <-ctx.Done():
 			return
 		}
-
 		defer func() { <-l.slots }()
+
 		if l.limit.Wait(ctx) != nil {
 			return
 		}
@@ -84,7 +84,6 @@ func (l *lookups) start(host string, known []netip.Addr) {
 	})
 }
 
-// take returns the answers since the last call.
 func (l *lookups) take() map[string][]netip.Addr {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -93,7 +92,7 @@ func (l *lookups) take() map[string][]netip.Addr {
 	return all
 }
 
-// lookup looks up the addresses of host, of both families. If host is an address, it returns that address.
+// lookup returns host itself if that is an address.
 func lookup(ctx context.Context, host string) ([]netip.Addr, error) {
 	return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 }

@@ -82,14 +82,13 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (o backend.Outcom
 	return o, oneline.Join(failed, err)
 }
 
-// again returns the time after which the network needs another pass, because peers wait for the
-// preshared key or devices must be read; 0 if neither.
+// again returns the time after which the network needs another pass, or 0.
 func (n *network) again() (again time.Duration) {
-	if n.secret.waiting {
+	if n.secret.waiting { // some peers do not have the new preshared key
 		again = pskCheck
 	}
 	if n.look != 0 {
-		left := max(n.look-n.now().Steady, discovery.LeastPause)
+		left := max(n.look-n.now().Steady, discovery.LeastPause) // until the devices must be read
 		if again == 0 || left < again {
 			again = left
 		}
@@ -97,7 +96,7 @@ func (n *network) again() (again time.Duration) {
 	return again
 }
 
-// ensureUserspace starts the devices of this process that do not run, and marks them as new.
+// ensureUserspace starts the devices of this process that do not run.
 func (n *network) ensureUserspace(ctx context.Context) error {
 	for _, d := range n.devices {
 		if d.userspace == nil {
@@ -108,20 +107,20 @@ func (n *network) ensureUserspace(ctx context.Context) error {
 			return fmt.Errorf("run WireGuard device %s: %w", d.name, err)
 		}
 		if fresh {
-			d.index = 0
+			d.index = 0 // it has no peers
 		}
 	}
 	return nil
 }
 
-// syncPeers writes the settings and peers of all devices. It returns the number of repaired peers,
-// see countRepairs. If a device cannot be written, syncPeers still writes the other one. If there
-// is no preshared key to use, it writes nothing.
+// syncPeers writes the settings and peers of all devices. If one cannot be written, it still writes
+// the other one. For repaired see countRepairs.
 func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int, err error) {
 	psk, err := n.secret.read(ctx, n.config)
 	if err != nil {
 		return 0, err
 	}
+
 	now := n.now()
 	n.learn(ctx, now.Steady, set)
 	p := pass{Set: set, now: now, read: set.All || n.failed || len(set.Changed) == 0 || n.secret.rotating || n.look != 0 && now.Steady >= n.look}
@@ -147,13 +146,13 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	if err := oneline.Join(errs...); err != nil {
 		return repaired, err
 	}
+
 	n.secret.setWaiting(ctx, waiting, set.Complete)
 	n.look = n.discovery.Plan(now.Steady, read, wrote, set.Complete)
 	return repaired, nil
 }
 
-// learn gives the discovery what others have said since the last pass, and publishes what it decides
-// to share. The devices are read later, because that may take long.
+// learn gives the discovery what others have said since the last pass, and publishes what it shares.
 func (n *network) learn(ctx context.Context, now time.Duration, set backend.Set) {
 	for host, addrs := range n.lookups.take() {
 		n.discovery.Answer(now, host, addrs)
@@ -186,17 +185,17 @@ type device struct {
 	waiting         int                       // number of peers that do not have the present preshared key yet
 }
 
-// syncDevice makes the settings and peers of a device match the set of the pass. read reports whether it has
-// read the device, and wrote whether it has changed a peer. repaired is the result of countRepairs, or 0 if
-// the device was not read, is new, or may still have peers without a lease. If only the changed leases can
-// need a write, syncDevice does not read the device: it trusts what it wrote in the last pass, because reading
-// thousands of peers costs far more than changing one.
+// syncDevice makes the settings and peers of a device match the set of the pass. read reports whether
+// it has read the device, and wrote whether it has changed a peer.
 func (n *network) syncDevice(number int, s settings, p pass) (read, wrote bool, repaired int, err error) {
 	d := n.devices[number]
 	index, err := n.control.Index(d.name)
 	if err != nil {
 		return false, false, 0, err
 	}
+
+	// Reading thousands of peers costs far more than changing one. So if only the changed leases can
+	// need a write, what the last pass has written counts as what the device has.
 	same := index == d.index
 	read = p.read || !same || p.Complete && !d.unwantedRemoved
 	c := newDiff(s, &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port})
@@ -244,7 +243,7 @@ func (n *network) syncDevice(number int, s settings, p pass) (read, wrote bool, 
 			d.userspace.initiator.initiate(n.key.PublicKey(), cfg.Peers, !same || !d.unwantedRemoved)
 		}
 	}
-	if read && same && d.unwantedRemoved {
+	if read && same && d.unwantedRemoved { // otherwise a difference is not the work of another program
 		repaired = countRepairs(cfg, c)
 	}
 
@@ -262,8 +261,7 @@ func (n *network) syncDevice(number int, s settings, p pass) (read, wrote bool, 
 	return read, len(cfg.Peers) > 0, repaired, nil
 }
 
-// asWritten returns a peer as it was written. Its endpoint may be out of date, because only the
-// device knows the present one.
+// asWritten returns a peer as it was written. Only the device knows its present endpoint.
 func asWritten(p discovery.Peer, s settings) wgtypes.Peer {
 	return wgtypes.Peer{
 		PublicKey: p.Key, PresharedKey: s.psk, PersistentKeepaliveInterval: s.keepalive,
@@ -271,9 +269,8 @@ func asWritten(p discovery.Peer, s settings) wgtypes.Peer {
 	}
 }
 
-// countRepairs counts the changes in c that undo a change by another program: removals of peers
-// that were not wanted before, and peers whose wanted state is the same as before, if c adds or changes them.
-// Changes to a new preshared key or to another endpoint do not count.
+// countRepairs counts the changes in c that undo a change by another program: removals of peers that
+// this process has not added, and writes of peers that it wants as before.
 func countRepairs(c wgtypes.Config, d diff) (count int) {
 	for _, p := range c.Peers {
 		before, known := d.known[p.PublicKey]
@@ -281,6 +278,8 @@ func countRepairs(c wgtypes.Config, d diff) (count int) {
 		same := wanted && known && before.Endpoint == now.Endpoint && slices.Equal(before.Allowed, now.Allowed)
 		missing := !p.UpdateOnly // from the device
 		rotated := d.rotating && p.PresharedKey != nil
+
+		// A new preshared key or endpoint is not the work of another program.
 		if p.Remove && !known || same && (missing || p.Endpoint == nil && !rotated) {
 			count++
 		}

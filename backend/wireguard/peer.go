@@ -3,6 +3,7 @@
 package wireguard
 
 import (
+	"cmp"
 	"net"
 	"net/netip"
 	"slices"
@@ -16,9 +17,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// peer returns the peer of t for lease l, whose backend data must be valid. ok is false if t
-// does not serve l: l has no subnet of a family inside the tunnel, or no address that t can
-// send to.
+// peer returns the peer of t for lease l, whose backend data must be valid. ok is false if t cannot
+// serve l.
 func (b *Backend) peer(t tunnel, l subnet.Lease) (p discovery.Peer, ok bool) {
 	for _, f := range t.families {
 		e, has := l.Endpoint(f)
@@ -49,9 +49,8 @@ func (b *Backend) peer(t tunnel, l subnet.Lease) (p discovery.Peer, ok bool) {
 	return p, true
 }
 
-// outer returns the family of the outer packets that t sends to the host with lease l. If only
-// one family is possible, it is that one. If both are possible, it is IPv6 if the IPv4 address of
-// that host is private and the IPv6 addresses of both hosts are not private, and otherwise IPv4.
+// outer returns the family of the outer packets that t sends to the host with lease l: IPv4 if that is
+// possible, unless only IPv6 has global addresses.
 func (b *Backend) outer(t tunnel, l subnet.Lease) prefix.Family {
 	if len(t.outer) == 1 {
 		return t.outer[0]
@@ -73,24 +72,18 @@ func (b *Backend) outer(t tunnel, l subnet.Lease) prefix.Family {
 	return prefix.IPv4
 }
 
-// port returns the UDP port that the host with lease l listens on for the packets of t. outer
-// is the endpoint of l that t sends to. If the data contains no port, it is that of t. Upstream
-// flannel publishes ListenPortV6 for IPv6, even if its only device listens on ListenPort. So with
-// one device for both families, port uses the port in the data for IPv4. If l has no IPv4, it
-// returns ListenPort instead of ListenPortV6.
+// port returns the UDP port to which t sends packets to endpoint outer of l.
 func (b *Backend) port(t tunnel, l subnet.Lease, outer subnet.Endpoint) int {
 	_, port, _ := decodeData(outer.Data)
 	if b.config.Mode != modeSeparate {
+		// flannel publishes ListenPortV6 for IPv6, even if its only device listens on ListenPort.
 		if four, ok := l.Endpoint(prefix.IPv4); ok {
 			_, port, _ = decodeData(four.Data)
 		} else if port == b.config.ListenPortV6 {
 			port = b.config.ListenPort
 		}
 	}
-	if port == 0 {
-		return t.port
-	}
-	return port
+	return cmp.Or(port, t.port)
 }
 
 // settings are the settings of a device, and those that all its peers share.
@@ -124,12 +117,11 @@ type diff struct {
 	fromMemory     bool
 }
 
-// newDiff returns a diff from have to settings. The caller adds the wanted peers.
+// The caller adds the wanted peers.
 func newDiff(s settings, have *wgtypes.Device) diff {
 	return diff{have: have, settings: s, want: discovery.Peers{}, known: discovery.Peers{}}
 }
 
-// config returns the changes to write. changed is false if there are none.
 func (d diff) config() (c wgtypes.Config, changed bool) {
 	if d.have.PrivateKey != d.key {
 		c.PrivateKey = &d.key
@@ -139,20 +131,18 @@ func (d diff) config() (c wgtypes.Config, changed bool) {
 	}
 
 	allowed := sync.OnceValue(d.allowed) // nearly no diff needs it
+	var removals []wgtypes.PeerConfig
 	present := map[wgtypes.Key]bool{}
 	for _, h := range d.have.Peers {
 		present[h.PublicKey] = true
-		w, wanted := d.want[h.PublicKey]
-		switch {
-		case wanted:
+		if w, wanted := d.want[h.PublicKey]; wanted {
 			if p, differs := d.change(h, w, allowed); differs {
 				c.Peers = append(c.Peers, p)
 			}
-		case d.removeUnwanted:
-			c.Peers = append(c.Peers, wgtypes.PeerConfig{PublicKey: h.PublicKey, Remove: true, UpdateOnly: true})
+		} else if d.removeUnwanted {
+			removals = append(removals, wgtypes.PeerConfig{PublicKey: h.PublicKey, Remove: true, UpdateOnly: true})
 		}
 	}
-
 	for key, w := range d.want {
 		if !present[key] {
 			c.Peers = append(c.Peers, d.add(w))
@@ -161,15 +151,7 @@ func (d diff) config() (c wgtypes.Config, changed bool) {
 
 	// Removals come last: before them, other peers take over the subnets of the removed
 	// peers, so that no subnet is ever without a peer.
-	slices.SortStableFunc(c.Peers, func(a, b wgtypes.PeerConfig) int {
-		switch {
-		case a.Remove == b.Remove:
-			return 0
-		case a.Remove:
-			return 1
-		}
-		return -1
-	})
+	c.Peers = append(c.Peers, removals...)
 	return c, c.PrivateKey != nil || c.ListenPort != nil || len(c.Peers) > 0
 }
 
@@ -180,15 +162,9 @@ func (d diff) add(w discovery.Peer) wgtypes.PeerConfig {
 	}
 }
 
-// change compares h, the peer in the device, with the wanted peer w, and returns the change that
-// h needs now. differs is false if h needs no change now. change leaves a difference to a later
-// pass if the change could disturb the session with the peer. It sets a new preshared key only at
-// the times that takesPSK allows. It sets the endpoint only if there is no session, or if the
-// endpoint of w has changed since the last pass. If that endpoint has changed and h was not read from the
-// device, change returns all of w, because the device may not have the peer.
-//
-// allowed returns the subnets of all wanted peers. mustRemove needs it to decide whether h must lose
-// its surplus subnets. change calls allowed only if h has subnets that are not in w.
+// change returns the change that h, the peer in the device, needs now to become w. It leaves a
+// difference to a later pass if the change could disturb the session with the peer. allowed returns
+// the subnets of all wanted peers.
 func (d diff) change(h wgtypes.Peer, w discovery.Peer, allowed func() map[netip.Prefix]bool) (p wgtypes.PeerConfig, differs bool) {
 	p = wgtypes.PeerConfig{PublicKey: w.Key, UpdateOnly: true}
 	if h.PresharedKey != d.psk && takesPSK(d.ages[h.PublicKey]) {
@@ -211,22 +187,25 @@ func (d diff) change(h wgtypes.Peer, w discovery.Peer, allowed func() map[netip.
 		differs = true
 	}
 
+	// A surplus subnet of another wanted peer goes by itself: when WireGuard adds a subnet to a peer, it
+	// takes it away from the former one, so that the subnet is never without a peer.
 	missing, surplus := networkChanges(h.AllowedIPs, w.Allowed)
-	switch {
-	case mustRemove(surplus, allowed):
-		p.ReplaceAllowedIPs, p.AllowedIPs, differs = true, ipNets(w.Allowed), true
-	case len(missing) > 0:
+	if slices.ContainsFunc(surplus, func(p netip.Prefix) bool { return !allowed()[p] }) {
+		p.ReplaceAllowedIPs = true
+		p.AllowedIPs = ipNets(w.Allowed)
+		differs = true
+	} else if len(missing) > 0 {
 		p.AllowedIPs = ipNets(missing)
 		differs = true
 	}
+
 	if moved && d.fromMemory { // add works even if the peer is missing on the device, but overwrites the endpoint
 		return d.add(w), true
 	}
 	return p, differs
 }
 
-// waiting returns the number of wanted peers in the device whose preshared key must change
-// later, and not now.
+// waiting counts the wanted peers in the device whose preshared key must change, but not now.
 func (d diff) waiting() (count int) {
 	for _, h := range d.have.Peers {
 		if _, wanted := d.want[h.PublicKey]; wanted && h.PresharedKey != d.psk && !takesPSK(d.ages[h.PublicKey]) {
@@ -244,8 +223,6 @@ func ipNets(ps []netip.Prefix) []net.IPNet {
 	return nets
 }
 
-// networkChanges compares the subnets in want with those in have. missing contains the subnets that
-// are only in want, and surplus those that are only in have.
 func networkChanges(have []net.IPNet, want []netip.Prefix) (missing, surplus []netip.Prefix) {
 	missing = slices.Clone(want)
 	for _, n := range have {
@@ -258,14 +235,6 @@ func networkChanges(have []net.IPNet, want []netip.Prefix) (missing, surplus []n
 		missing = slices.DeleteFunc(missing, func(m netip.Prefix) bool { return m == p })
 	}
 	return missing, surplus
-}
-
-// mustRemove reports whether the surplus subnets of a peer must be removed from it. That is not
-// necessary if all of them belong to other wanted peers: when WireGuard adds a subnet to a
-// peer, it takes the subnet away from the former one, so that the subnet is never without a
-// peer. allowed returns the subnets of all wanted peers.
-func mustRemove(surplus []netip.Prefix, allowed func() map[netip.Prefix]bool) bool {
-	return slices.ContainsFunc(surplus, func(p netip.Prefix) bool { return !allowed()[p] })
 }
 
 func (d diff) allowed() map[netip.Prefix]bool {

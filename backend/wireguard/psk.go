@@ -30,8 +30,7 @@ const (
 // is missed.
 const pskCheck = 3 * time.Second
 
-// takesPSK reports whether a peer should get a new preshared key now. age is the time since
-// the last handshake with it.
+// age is the time since the last handshake with the peer.
 func takesPSK(age time.Duration) bool {
 	return age < youngSession || age > oldSession
 }
@@ -45,35 +44,34 @@ type secret struct {
 	waiting       bool // some peers do not have the key yet
 }
 
-// read returns the preshared key. If the file can no longer be read, it logs that and
-// returns the last key, because sessions use it. It returns an error only if it has never
-// read a key.
+// read returns an error only if it has never read a key.
 func (s *secret) read(ctx context.Context, c config) (wgtypes.Key, error) {
 	key, err := c.psk()
 	if err != nil && !s.known {
 		return key, err
 	}
+
 	log := klog.FromContext(ctx)
 	if err != nil && !s.failureLogged {
 		log.Error(err, "going on with the preshared key that was there before")
 	}
-	if s.failureLogged = err != nil; s.failureLogged {
-		return s.key, nil
+	s.failureLogged = err != nil
+	if err != nil {
+		return s.key, nil // sessions use it
 	}
+
 	if s.known && key != s.key {
 		log.Info("the preshared key has changed: peers get it at their next handshakes", "file", c.PSKFile)
 		s.waiting = true
 	}
-
 	s.rotating = s.rotating || !s.known || key != s.key
 	s.key = key
 	s.known = true
 	return key, nil
 }
 
-// setWaiting records the result of a pass: waiting is the number of peers that do not have the
-// key yet, and all reports whether the pass included all peers. When all peers have the key, the
-// key is no longer new.
+// setWaiting records how many peers did not have the key in a pass. all reports whether it included
+// all peers.
 func (s *secret) setWaiting(ctx context.Context, waiting int, all bool) {
 	was := s.waiting
 	s.waiting = waiting > 0
@@ -86,7 +84,6 @@ func (s *secret) setWaiting(ctx context.Context, waiting int, all bool) {
 	s.rotating = !all
 }
 
-// watchPSKFile calls changed when the file of the preshared key changes, until the end of ctx.
 func watchPSKFile(ctx context.Context, path string, changed func()) {
 	ticker := time.NewTicker(pskCheck)
 	defer ticker.Stop()

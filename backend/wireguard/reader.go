@@ -34,16 +34,16 @@ func (r *reader) Read(bufs [][]byte, sizes []int, offset int) (n int, err error)
 	return n, err
 }
 
-// ended returns why wireguard-go has ended the device. The result is never nil.
+// ended returns why wireguard-go has ended the device.
 func (r *reader) ended() error {
-	switch err := r.failure.Load(); {
-	case err == nil:
+	err := r.failure.Load()
+	if err == nil {
 		return errors.New("unknown reason")
-	case errors.Is(*err, os.ErrClosed):
-		return errors.New("the TUN device was deleted")
-	default:
-		return *err
 	}
+	if errors.Is(*err, os.ErrClosed) {
+		return errors.New("the TUN device was deleted")
+	}
+	return *err
 }
 
 // Lengths of headers in bytes.
@@ -52,10 +52,8 @@ const (
 	udpHeader  = 8
 )
 
-// completeUDP6 writes a computed UDP checksum of 0 as 0xffff, as RFC 8200, section 8.1,
-// requires. b is an IP packet. completeUDP6 changes no other packet. A sender may also have left
-// out the checksum. The field is then 0 too, so completeUDP6 computes the checksum to find out
-// whether it is 0.
+// completeUDP6 writes a computed UDP checksum of 0 as 0xffff in the IP packet b, as RFC 8200, section
+// 8.1, requires.
 func completeUDP6(b []byte) {
 	const protocol, length, checksum = 6, ipv6Header + 4, ipv6Header + 6
 	if len(b) < ipv6Header+udpHeader || b[checksum]|b[checksum+1] != 0 || b[0]>>4 != 6 || b[protocol] != unix.IPPROTO_UDP {
@@ -67,6 +65,7 @@ func completeUDP6(b []byte) {
 		return
 	}
 
+	// The field is also 0 if a sender has left out the checksum. Such a packet must stay as it is.
 	sum := uint32(unix.IPPROTO_UDP + size) // pseudo header without its addresses, which words contains
 	const addresses = 8
 	words := b[addresses : ipv6Header+size]

@@ -54,14 +54,13 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// start sets up the devices, and gives them their keys and ports. The devices run in this
-// process if Implementation is userspace, or if it is auto and the kernel has no WireGuard.
-// Otherwise they are devices of the kernel.
+// start sets up the devices, in the kernel or in this process, and gives them their keys and ports.
 func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	links, err := n.env.Links(ctx, n.Scope().Devices...)
 	if err != nil {
 		return err
 	}
+
 	kind := dataplane.KindWireGuard
 	n.implementation = implKernel
 	err = n.kernelSupported(ctx, links)
@@ -94,6 +93,7 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 		return err
 	}
 	klog.FromContext(ctx).Info("WireGuard is in use", "implementation", n.implementation, "publicKey", n.key.PublicKey().String())
+
 	client, err := wgctrl.New()
 	if err != nil {
 		return fmt.Errorf("open WireGuard's interface: %w", err)
@@ -103,8 +103,7 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	return err
 }
 
-// startDiscovery creates the devices, and the discovery of the endpoints of their peers. own is the last
-// lease of this host.
+// startDiscovery also creates the devices. own is the last lease of this host.
 func (n *network) startDiscovery(own subnet.Lease) {
 	c := discovery.Config{
 		Interval: time.Duration(n.config.EndpointSharingInterval) * time.Second, Reachable: n.env.Reachable, Broadcasts: underlay.Broadcasts, Random: rand.N[time.Duration],
@@ -149,16 +148,15 @@ func (b *Backend) Usable(ctx context.Context) error {
 // probeDevice is the name of the device that kernelSupported creates and deletes again.
 const probeDevice = "flannel-wg-try"
 
-// kernelSupported returns an error if the kernel cannot create and delete a WireGuard device. The
-// error wraps EOPNOTSUPP if the kernel has no WireGuard. links contains those devices of the
-// backend that exist. If one of them is a WireGuard device, kernelSupported returns nil and
-// creates no device.
+// kernelSupported returns an error that wraps EOPNOTSUPP if the kernel has no WireGuard. links are
+// those devices of the backend that exist.
 func (b *Backend) kernelSupported(ctx context.Context, links map[string]dataplane.Link) error {
 	for _, l := range links {
 		if l.Kind == dataplane.KindWireGuard {
 			return nil
 		}
 	}
+
 	// The kernel loads its WireGuard module only when a device is created.
 	link := dataplane.Link{Name: probeDevice, Kind: dataplane.KindWireGuard, MTU: prefix.IPv6.MinMTU()}
 	for _, failed := range b.env.Kernel.Apply(ctx, []dataplane.Op{{Object: link}, {Object: link, Delete: true}}) {
@@ -167,10 +165,8 @@ func (b *Backend) kernelSupported(ctx context.Context, links map[string]dataplan
 	return nil
 }
 
-// removeKernelDevices removes the kernel's WireGuard devices that an earlier start with another
-// Implementation has left, so that TUN devices can have their names. It removes nothing and
-// returns an error if a device of another type has such a name, or if there is a device to remove
-// but TUN devices cannot be created. links contains those devices of the backend that exist.
+// removeKernelDevices removes the kernel's WireGuard devices of a start with another Implementation,
+// whose names the TUN devices need. links are those devices of the backend that exist.
 func (n *network) removeKernelDevices(ctx context.Context, links map[string]dataplane.Link) error {
 	var ops []dataplane.Op
 	for _, l := range links {
@@ -197,8 +193,6 @@ func (n *network) removeKernelDevices(ctx context.Context, links map[string]data
 	return nil
 }
 
-// base returns the wanted state without peers: that of Env.TunnelBase, the devices with the base
-// addresses of this host's subnets, and one route for each network.
 func (b *Backend) base(own subnet.Lease, kind string) dataplane.State {
 	want := b.env.TunnelBase(own)
 	for _, t := range b.tunnels() {

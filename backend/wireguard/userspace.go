@@ -26,13 +26,11 @@ const socketDir = "/var/run/wireguard"
 // tunDevice is the device file for creating TUN devices.
 const tunDevice = "/dev/net/tun"
 
-// accessError adds a remedy to an error about a file that this process cannot use.
 func accessError(err error) error {
 	return fmt.Errorf("run WireGuard in user space: %w (it needs access to %s, and to write in %s: "+
 		"with systemd install flanneld-wireguard.conf, in Kubernetes set flannel.privileged)", err, tunDevice, socketDir)
 }
 
-// checkAccess returns an error if this process has no access to a device file.
 func checkAccess(path string) error {
 	f, err := os.OpenFile(path, os.O_RDWR, 0)
 	if err != nil {
@@ -55,8 +53,7 @@ type userspaceDevice struct {
 	clients    sync.WaitGroup     // goroutines that serve the clients
 }
 
-// ensureRunning starts the device unless it runs already. fresh reports whether ensureRunning has
-// started it. After an error the device does not run.
+// ensureRunning reports with fresh whether it has started the device.
 func (u *userspaceDevice) ensureRunning(ctx context.Context) (fresh bool, err error) {
 	if u.dev != nil {
 		select {
@@ -86,13 +83,14 @@ func (u *userspaceDevice) start(ctx context.Context) error {
 	if err := persist(t.File()); err != nil {
 		return oneline.Join(err, t.Close())
 	}
+
 	log := klog.FromContext(ctx).WithValues("device", u.name)
 	logf := func(level int) func(string, ...any) {
 		return func(format string, args ...any) { log.V(level).Info(fmt.Sprintf(format, args...)) }
 	}
 
-	u.packets = &reader{Device: t}
 	// The errors of wireguard-go concern single packets and handshakes, so they are logged as details.
+	u.packets = &reader{Device: t}
 	u.dev = wgdevice.NewDevice(u.packets, conn.NewStdNetBind(), &wgdevice.Logger{Verbosef: logf(6), Errorf: logf(4)})
 	u.initiator = newInitiator(ctx, u.dev)
 	if u.socket, err = listen(ctx, socketDir, u.name); err != nil {
@@ -116,13 +114,13 @@ func persist(f *os.File) error {
 	return nil
 }
 
-// listen opens the control socket in the folder dir for the WireGuard device with that name. It
-// replaces a socket that a process has left there at its end. That is safe because the caller has
-// taken the daemon's lock, so no other daemon runs such a device.
+// listen opens the control socket of a device in the folder dir.
 func listen(ctx context.Context, dir, name string) (net.Listener, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, accessError(err)
 	}
+
+	// The caller has the daemon's lock, so a socket that is there belongs to a process that has ended.
 	path := socketPath(dir, name)
 	if err := socketLeftover(path).Remove(ctx); err != nil {
 		return nil, accessError(err)
@@ -137,8 +135,7 @@ func listen(ctx context.Context, dir, name string) (net.Listener, error) {
 	return l, nil
 }
 
-// serve starts goroutines that serve clients of the socket, until close. The clients read and
-// change the device's configuration. The end of ctx does not end them.
+// serve serves clients of the socket, which read and change the device's configuration, until close.
 func (u *userspaceDevice) serve(ctx context.Context) {
 	ctx, u.disconnect = context.WithCancel(context.WithoutCancel(ctx))
 	u.clients.Go(func() {
@@ -155,8 +152,7 @@ func (u *userspaceDevice) serve(ctx context.Context) {
 	})
 }
 
-// close ends the device if it runs. It waits until another device may take its place, see
-// initiator.close. The TUN device stays.
+// close returns when another device may take the place of this one. The TUN device stays.
 func (u *userspaceDevice) close() error {
 	var err error
 	if u.socket != nil {

@@ -120,8 +120,8 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 	return claim, nil
 }
 
-// publishes returns what this host shares at present. Before the network has started, that is the
-// content of prev, the last claim of this host. The result is empty if EndpointSharingInterval is 0.
+// publishes returns what this host shares at present. Before the network has started, that is what
+// prev says, the last claim of this host.
 func (b *Backend) publishes(prev subnet.Claim) discovery.Endpoints {
 	if b.config.EndpointSharingInterval == 0 {
 		return discovery.Endpoints{}
@@ -129,6 +129,7 @@ func (b *Backend) publishes(prev subnet.Claim) discovery.Endpoints {
 	if now := b.published.Load(); now != nil {
 		return *now
 	}
+
 	own := subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints}
 	side, ok := backend.NewSide(b, Type).Of(&own)
 	if !ok {
@@ -145,9 +146,8 @@ func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
 	return nil
 }
 
-// key returns the private key of this host: the stored one, or else the key of an existing
-// device, or else a new one. It also stores the key, if newKeyStore has a path for it. known means that
-// this host has had a lease.
+// key returns the private key of this host, which it also stores. known means that this host has had
+// a lease.
 func (b *Backend) key(known bool) (wgtypes.Key, error) {
 	var have wgtypes.Key
 	client, err := wgctrl.New()
@@ -155,6 +155,7 @@ func (b *Backend) key(known bool) (wgtypes.Key, error) {
 		return have, fmt.Errorf("open WireGuard's interface: %w", err)
 	}
 	defer client.Close()
+
 	for _, t := range b.tunnels() {
 		if d, err := client.Device(t.name); err == nil && have == (wgtypes.Key{}) {
 			have = d.PrivateKey
@@ -162,7 +163,6 @@ func (b *Backend) key(known bool) (wgtypes.Key, error) {
 	}
 
 	store := newKeyStore(b.env.StateDir, b.env.Network)
-
 	// A cloned disk has the key of another host, and peers refuse the second lease with a key.
 	store.foreign = !known && os.Getenv(keyFileVariable) == ""
 	return store.key(have)

@@ -205,7 +205,8 @@ func (d *Discovery) Observe(now Instant, number int, have []wgtypes.Peer, want P
 			p.trial = nil
 			continue
 		}
-		if p.trial = p.trial.next(now.Steady, d.candidates(now.Steady, number, w), h.TransmitBytes); p.trial != nil {
+		p.trial = p.trial.next(now.Steady, d.candidates(now.Steady, number, w), h.TransmitBytes)
+		if p.trial != nil {
 			try[w.Key] = p.trial.endpoint()
 		}
 	}
@@ -271,7 +272,7 @@ func (d *Discovery) lookWithin(now, pause time.Duration) {
 	}
 }
 
-// pause returns the longest time between two readings while they are needed.
+// pause is the longest time between two readings while they are needed.
 func (d *Discovery) pause() time.Duration {
 	if d.config.Interval == 0 {
 		return mostPause
@@ -280,7 +281,7 @@ func (d *Discovery) pause() time.Duration {
 }
 
 // candidates returns the endpoints to try for w, a peer without a session: that of its lease, the
-// addresses of its name, and then what other hosts share. It also has the name looked up again.
+// addresses of its name, and then what other hosts share.
 func (d *Discovery) candidates(now time.Duration, device int, w Peer) []netip.AddrPort {
 	families := d.config.Devices[device]
 	var all []netip.AddrPort

@@ -18,8 +18,7 @@ type handshake struct {
 	at       time.Duration // time on the steady clock
 }
 
-// age returns the time since the last handshake. last is the instant of the last reading of the device,
-// and reported what the device reports now.
+// age returns the time since the last handshake. last is the last reading of the device.
 func (h *handshake) age(last, now Instant, reported time.Time) time.Duration {
 	if reported.Unix() <= 0 {
 		*h = handshake{}
@@ -31,17 +30,16 @@ func (h *handshake) age(last, now Instant, reported time.Time) time.Duration {
 	return now.Steady - h.at
 }
 
-// newAge returns the age of a handshake that is reported for the first time. The handshake has happened
-// since the last reading. The device has recorded it by the present wall clock, or by the wall clock
-// before a step since that reading. If both are possible the younger age counts, because a session in use
-// must not be taken for an ended one. If neither is possible, newAge returns the time since that reading.
-// At the first reading no steps are known, so the age is that by the present wall clock.
+// newAge returns the age of a handshake that is reported for the first time.
 func newAge(last, now Instant, reported time.Time) time.Duration {
 	age := now.Wall.Sub(reported)
 	if last == (Instant{}) {
-		return age
+		return age // no steps of the clock are known
 	}
 
+	// The handshake has happened since the last reading. The device has recorded it by the present
+	// wall clock, or by the one before a step since then. If both are possible, the younger age counts:
+	// a session in use must not be taken for an ended one.
 	since := now.Steady - last.Steady
 	step := now.Wall.Sub(last.Wall) - since
 	youngest := since

@@ -26,7 +26,6 @@ type name struct {
 	wanted time.Duration // last reading in which a wanted peer had the name
 }
 
-// name returns the state of a name; nil if host is empty.
 func (d *Discovery) name(host string) *name {
 	if host == "" {
 		return nil
@@ -37,8 +36,8 @@ func (d *Discovery) name(host string) *name {
 	return d.names[host]
 }
 
-// ask returns the known addresses of host. There is no session with it, so these may be out of date: ask
-// has it looked up again, unless that was done a short time ago. host may be empty.
+// ask returns the known addresses of host, with which there is no session. They may be out of date, so
+// ask also has the name looked up again, unless that was done a short time ago. host may be empty.
 func (d *Discovery) ask(now time.Duration, host string) []netip.Addr {
 	n := d.name(host)
 	if n == nil {

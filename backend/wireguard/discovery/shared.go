@@ -36,8 +36,8 @@ type sighting struct {
 	last     time.Duration // when a reading last showed a session with the peer
 }
 
-// note takes what a reading shows of a peer. A peer counts as behind NAT if its session has an endpoint
-// that is not in its lease. An endpoint for which worth returns false is of no use to other hosts.
+// note takes what a reading shows of a peer. It is behind NAT if its session has an endpoint that is
+// not in its lease.
 func (s *sighting) note(now time.Duration, endpoint netip.AddrPort, w Peer, wanted, session bool, worth func(netip.AddrPort) bool) {
 	switch {
 	case wanted && !session && s.fresh(now): // the endpoint may still be right
@@ -54,21 +54,22 @@ func (s *sighting) fresh(now time.Duration) bool {
 	return s.endpoint.IsValid() && now-s.last <= sharedFor
 }
 
-// turn returns the minimum time between two writes of the lease.
 func (d *Discovery) turn() time.Duration {
 	return max(d.config.Interval, time.Duration(d.hosts)*shareTurn)
 }
 
-// planShare plans a write of the lease if this host should share something else than it does. The time is
-// random: hosts that see the same peer write at different times, so that the last ones see that enough
-// hosts share its endpoint. When the time has come, Publish decides again, a moment later.
+// planShare plans a write of the lease if this host should share something else than it does. When the
+// time has come, Publish decides again.
 func (d *Discovery) planShare(now time.Duration) {
 	d.ripe = false
-	switch {
-	case maps.Equal(d.wanted(), d.shared):
+	if maps.Equal(d.wanted(), d.shared) {
 		d.planned = 0
 		return
-	case d.planned == 0:
+	}
+
+	// Hosts that see the same peer write at random times, so that the last ones see that enough hosts
+	// share its endpoint.
+	if d.planned == 0 {
 		d.planned = max(now, d.allowed) + d.config.Random(d.turn()/2+1)
 	}
 	d.ripe = now >= d.planned
@@ -84,6 +85,7 @@ func (d *Discovery) Publish(now time.Duration) (shared Endpoints, changed bool) 
 	}
 	d.ripe = false
 	d.planned = 0
+
 	want := d.wanted()
 	if maps.Equal(want, d.shared) {
 		return d.shared, false
@@ -93,8 +95,7 @@ func (d *Discovery) Publish(now time.Duration) (shared Endpoints, changed bool) 
 	return want, true
 }
 
-// wanted returns the endpoints that this host should share after the last reading, up to maxShared of
-// each family.
+// wanted returns the endpoints that this host should share after the last reading.
 func (d *Discovery) wanted() Endpoints {
 	type choice struct {
 		Of
@@ -140,8 +141,8 @@ func (d *Discovery) wanted() Endpoints {
 	return want
 }
 
-// worthSharing reports whether other hosts may reach the peer that this host sees at endpoint. A host with
-// a private address is behind NAT itself, and others may see the peer at another global endpoint.
+// worthSharing reports whether other hosts may reach the peer at endpoint. A host with a private address
+// is behind NAT itself, and others may see the peer at another global endpoint.
 func (d *Discovery) worthSharing(endpoint netip.AddrPort) bool {
 	a := endpoint.Addr()
 	return d.config.Reachable(a) && (!isGlobal(a) || isGlobal(d.config.Public(prefix.FamilyOf(a))))
@@ -174,9 +175,7 @@ func (d *Discovery) counts() index {
 	return x
 }
 
-// candidates returns at most maxCandidates shared endpoints of these families to try for a peer. Endpoints
-// that more hosts share come first. Among those that equally many hosts share, the lower address comes
-// first, so that the order is the same in each call.
+// candidates returns the shared endpoints to try for a peer, first those that most hosts share.
 func (x index) candidates(peer wgtypes.Key, families []prefix.Family) []netip.AddrPort {
 	var all []netip.AddrPort
 	hosts := map[netip.AddrPort]int{}
@@ -187,7 +186,7 @@ func (x index) candidates(peer wgtypes.Key, families []prefix.Family) []netip.Ad
 		}
 	}
 	slices.SortFunc(all, func(a, b netip.AddrPort) int {
-		return cmp.Or(cmp.Compare(hosts[b], hosts[a]), a.Compare(b))
+		return cmp.Or(cmp.Compare(hosts[b], hosts[a]), a.Compare(b)) // the same order in each call
 	})
 	return all[:min(len(all), maxCandidates)]
 }

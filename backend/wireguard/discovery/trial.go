@@ -43,25 +43,24 @@ type trial struct {
 
 func (t *trial) endpoint() netip.AddrPort { return t.endpoints[t.at] }
 
-// next returns the search at the time now. t is nil before the search. The result is nil if there is no
-// endpoint besides that of the lease. sent is the number of bytes that the device has sent to the peer.
+// next returns the search at the time now; nil if there is only the endpoint of the lease. t may be nil.
+// sent is the number of bytes that the device has sent to the peer.
 func (t *trial) next(now time.Duration, endpoints []netip.AddrPort, sent int64) *trial {
-	switch {
-	case len(endpoints) == 1:
+	if len(endpoints) == 1 {
 		return nil
-	case t == nil: // the device has used the endpoint of the lease until now, so start with a candidate
+	}
+	if t == nil { // the device has used the endpoint of the lease until now, so start with a candidate
 		return &trial{endpoints: endpoints, at: 1, began: now, until: now + firstTrial, sent: sent}
-	case !slices.Equal(t.endpoints, endpoints):
+	}
+	if !slices.Equal(t.endpoints, endpoints) {
 		t.replace(now, endpoints)
 	}
 	t.advance(now, sent)
 	return t
 }
 
-// replace replaces the endpoints, and begins with the first round again. The trial with the
-// present index goes on for the rest of its time, but not longer than a trial of the first
-// round. It does not begin again, because a host that often changes what it shares would then
-// prevent the trials of the other endpoints.
+// replace replaces the endpoints, and begins with the first round again. The present trial does not:
+// a host that often changes what it shares would then prevent the trials of the other endpoints.
 func (t *trial) replace(now time.Duration, endpoints []netip.AddrPort) {
 	t.endpoints = endpoints
 	t.round = 0
@@ -77,8 +76,6 @@ func (t *trial) replace(now time.Duration, endpoints []netip.AddrPort) {
 	}
 }
 
-// advance continues with the next endpoint if the present trial has ended, or prolongs that trial (see
-// idleTrials).
 func (t *trial) advance(now time.Duration, sent int64) {
 	if now < t.until {
 		return
