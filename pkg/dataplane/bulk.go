@@ -36,7 +36,6 @@ import (
 	"slices"
 )
 
-// bulkStart is the bulk start of one Reconciler.
 type bulkStart struct {
 	cache  *cache // of the Reconciler
 	linked bool   // makeLinks was called, even if it failed
@@ -48,13 +47,9 @@ type bulkStart struct {
 // Monitor no longer knows the state of the links, and may report a loss again.
 const muteFrom = 1000
 
-// run creates the missing links in its first call. If this has created all devices of the
-// scope, run also creates the other wanted objects, in the first call that sweeps or in
-// which a route through a device is wanted. Calls before that one put no objects except for
-// the links, and refresh the cache without the routing table if the cache is invalid. Calls
-// after that one do nothing. If a read fails or the plan needs a delete, run leaves the
-// objects to the ordinary passes. puts is the number of objects that run has put. refreshed
-// is set if run has refreshed the cache, so that any object in it may have changed.
+// run creates the missing links in its first call. If these are all devices of the scope, the first
+// call that sweeps, or that wants a route through a device, creates the other objects. puts is the
+// number of objects that run has put. refreshed is set if any object in the cache may have changed.
 func (b *bulkStart) run(ctx context.Context, want State, sweep bool) (puts int, refreshed bool) {
 	if !b.linked {
 		b.linked = true
@@ -70,7 +65,7 @@ func (b *bulkStart) run(ctx context.Context, want State, sweep bool) (puts int, 
 		if b.cache.valid {
 			return puts, false
 		}
-		_, _, _ = b.cache.refresh(ctx, scope)
+		_, _, _ = b.cache.refresh(ctx, scope) // without the routing table; after an error the passes read
 		return puts, true
 	}
 
@@ -80,6 +75,7 @@ func (b *bulkStart) run(ctx context.Context, want State, sweep bool) (puts int, 
 	if err != nil {
 		return puts, false
 	}
+
 	ops := Plan(have, want, scope, nil, false).Ops
 	for i, op := range ops {
 		if op.Delete { // another program has changed the new devices
@@ -87,6 +83,7 @@ func (b *bulkStart) run(ctx context.Context, want State, sweep bool) (puts int, 
 		}
 		_, ops[i].Exclusive = op.Object.(Route)
 	}
+
 	if len(ops) >= muteFrom && b.cache.monitor != nil {
 		b.cache.monitor.Mute()
 	}
@@ -94,9 +91,8 @@ func (b *bulkStart) run(ctx context.Context, want State, sweep bool) (puts int, 
 	return puts + len(ops) - len(failures), false
 }
 
-// makeLinks creates the wanted links that do not exist. puts is the number of these that it
-// has created. fresh is set only if no device of the scope existed before and all of them
-// were created.
+// makeLinks creates the wanted links that do not exist, and returns their number. fresh is set only if
+// these are all devices of the scope.
 func (b *bulkStart) makeLinks(ctx context.Context, want State) (puts int, fresh bool) {
 	if len(want.Links) == 0 {
 		return 0, false
@@ -106,6 +102,7 @@ func (b *bulkStart) makeLinks(ctx context.Context, want State) (puts int, fresh 
 	if err != nil {
 		return 0, false
 	}
+
 	var ops []Op
 	for _, name := range slices.Sorted(maps.Keys(want.Links)) {
 		if _, exists := have.Links[name]; !exists {

@@ -24,14 +24,11 @@ type cache struct {
 	rerouted bool      // Monitor.Drain has returned rerouted since the last Reconcile that succeeded
 }
 
-// invalidate makes the next refresh read the kernel.
 func (c *cache) invalidate() { c.valid = false }
 
-// refresh brings the cache up to date: it applies the announced events and, if the cache is
-// invalid or too old or there is no monitor, reads the part of the kernel's state that is
-// in scope. changed contains the keys of the objects that other programs have changed, as
-// far as events tell. all is true if refresh has read, because then any object may have
-// changed. After an error the cache is invalid.
+// refresh brings the cache up to date, by the announced events or by a read. changed contains what
+// other programs have changed, as far as events tell. all is true after a read, because then any
+// object may have changed. After an error the cache is invalid.
 func (c *cache) refresh(ctx context.Context, scope Scope) (changed Keys, all bool, err error) {
 	if c.monitor != nil {
 		events, rerouted, lost := c.monitor.Drain()
@@ -59,12 +56,18 @@ func (c *cache) refresh(ctx context.Context, scope Scope) (changed Keys, all boo
 	return changed, true, nil
 }
 
-// applyEvent updates the cache and reports whether another program has changed the object.
-// It returns false for the announcement of an own write, because applyWrites has updated
-// the cache before. For an event of a nexthop object see applyNexthopEvent.
+// applyEvent updates the cache and reports whether another program has changed the object. It was
+// not if the cache agrees already: applyWrites has noted this process's own writes.
 func (c *cache) applyEvent(e Event) bool {
 	if e.Nexthop != 0 {
-		return c.applyNexthopEvent(e.Nexthop)
+		// The read finds out what has happened to the routes.
+		for r := range c.AllRoutes() {
+			if r.NexthopID == e.Nexthop {
+				c.invalidate()
+				break
+			}
+		}
+		return false
 	}
 
 	switch o := e.Object.(type) {
@@ -82,29 +85,12 @@ func (c *cache) applyEvent(e Event) bool {
 
 func applyMapEvent[K, V comparable](have map[K]V, key K, value V, deleted bool) bool {
 	old, ok := have[key]
-	switch {
-	case deleted:
+	if deleted {
 		delete(have, key)
 		return ok
-	case ok && old == value:
-		return false
 	}
 	have[key] = value
-	return true
-}
-
-// applyNexthopEvent invalidates the cache if a route in it uses the nexthop object with
-// this id, which has been deleted or has another gateway now. It does so even if another
-// program created the object. It always returns false, because the read that follows finds
-// the changes.
-func (c *cache) applyNexthopEvent(id uint32) bool {
-	for r := range c.AllRoutes() {
-		if r.NexthopID == id {
-			c.invalidate()
-			return false
-		}
-	}
-	return false
+	return !ok || old != value
 }
 
 func (c *cache) applyRouteEvent(r Route, e Event) bool {
@@ -117,22 +103,18 @@ func (c *cache) applyRouteEvent(r Route, e Event) bool {
 	switch {
 	case e.Deleted && i >= 0:
 		c.Remove(c.Routes[r.Dst][i])
-		return true
-	case e.Deleted:
-		return false
 	case i >= 0:
 		c.Routes[r.Dst][i] = r
-		return false
 	case e.Replaced: // the kernel does not say which route was replaced
 		c.invalidate()
-		return true
+	case !e.Deleted:
+		c.Add(r)
 	}
-	c.Add(r)
-	return true
+	found := i >= 0
+	return e.Deleted == found // otherwise the cache agreed before
 }
 
-// applyWrites makes the cache contain the results of ops, which the kernel has
-// acknowledged. It invalidates the cache if the results are not certain.
+// applyWrites notes the results of ops, which the kernel has acknowledged.
 func (c *cache) applyWrites(ops []Op) {
 	for _, op := range ops {
 		switch o := op.Object.(type) {
@@ -177,9 +159,8 @@ func (c *cache) applyRouteWrite(r Route, deleted bool) {
 	c.Add(r)
 }
 
-// candidates returns the routes in the cache that a put of r may replace or a delete of r
-// may remove: those with its destination, metric and TOS. They may have another type than
-// r.
+// candidates returns the routes that a put of r may replace or a delete of r may remove. They may have
+// another type than r.
 func (c *cache) candidates(r Route) []Route {
 	var found []Route
 	for _, have := range c.Routes[r.Dst] {

@@ -38,7 +38,6 @@ type Kernel interface {
 	OnLink(ctx context.Context, dst netip.Addr, external string) (dev string, err error)
 }
 
-// write logs ops at verbosity 4, makes k apply them and returns the failures.
 func write(ctx context.Context, k Kernel, ops []Op) []OpError {
 	if log := klog.FromContext(ctx).V(4); log.Enabled() {
 		for _, op := range ops {

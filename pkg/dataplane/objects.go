@@ -59,7 +59,6 @@ const (
 	KindTUN = "tun"
 )
 
-// ours reports whether flanneld creates links of l's kind.
 func (l Link) ours() bool {
 	return slices.Contains([]string{KindVXLAN, KindIPIP, KindIP6Tnl, KindWireGuard, KindTUN}, l.Kind)
 }
@@ -252,18 +251,17 @@ func NewUnreachable(dst netip.Prefix) Route {
 	return Route{RouteKey: RouteKey{Dst: dst, Type: Unreachable, Priority: lastResort}, Protocol: Protocol}
 }
 
-// same reports whether r forwards packets as want does. The Reconciler adopts such a
-// route, even if another program created it: protocol, onlink flag and the form of the
-// next hop make no difference to packets, and a replacement could make a lookup fail. But if want is
-// plain, a route with a nexthop object is not the same. An MTU that another program has set on its
-// route stays, unless want has an MTU.
+// same reports whether r forwards packets as want does. The Reconciler adopts such a route, even if
+// another program created it, because a replacement could make a lookup fail.
 func (r Route) same(want Route) bool {
 	if want.Plain && r.NexthopID != 0 {
 		return false
 	}
 	if want.MTU == 0 && r.Protocol != Protocol {
-		r.MTU = 0
+		r.MTU = 0 // the MTU of another program stays
 	}
+
+	// These make no difference to packets.
 	r.Protocol = want.Protocol
 	r.OnLink = want.OnLink
 	r.NexthopID = want.NexthopID
@@ -271,9 +269,8 @@ func (r Route) same(want Route) bool {
 	return r == want
 }
 
-// canonical returns r without the attributes that same ignores in some cases: protocol,
-// onlink flag, nexthop object, Plain and MTU. Routes that are equal then may still treat packets
-// differently, so who looks for changes has to compare the others, too.
+// canonical drops the attributes that same ignores in some cases. Routes that are equal then may
+// still treat packets differently.
 func (r Route) canonical() Route {
 	r.Protocol = 0
 	r.OnLink = false

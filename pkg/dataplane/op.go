@@ -49,24 +49,22 @@ func (e OpError) Error() string { return e.Op.String() + ": " + e.Err.Error() }
 // Unwrap returns the cause.
 func (e OpError) Unwrap() error { return e.Err }
 
-// refusal returns a Refusal and true if the kernel has refused to put a route because of
-// its gateway: the gateway is unreachable, or it is not another host but an address of this
-// host or the broadcast address of a network. It returns false for any other failure, and
-// for a route through a nexthop object, because that object may be the cause.
+// refusal returns a Refusal and true if the kernel has refused to put a route because of its gateway.
 func (e OpError) refusal() (f Refusal, ok bool) {
-	route, _ := e.Op.Object.(Route) // any other object leaves the zero Route, which has no gateway
-	switch {
-	case e.Op.Delete, !route.Gateway.IsValid(), route.NexthopID != 0:
-	case errors.Is(e.Err, syscall.ENETUNREACH), errors.Is(e.Err, syscall.EHOSTUNREACH):
+	route, _ := e.Op.Object.(Route)                                      // any other object leaves the zero Route, which has no gateway
+	if e.Op.Delete || !route.Gateway.IsValid() || route.NexthopID != 0 { // a nexthop object may be the cause
+		return Refusal{}, false
+	}
+	if errors.Is(e.Err, syscall.ENETUNREACH) || errors.Is(e.Err, syscall.EHOSTUNREACH) {
 		return Refusal{Route: route, Reason: fmt.Sprintf("gateway %s is not on a network of %s", route.Gateway, route.Dev)}, true
-	case errors.Is(e.Err, syscall.EINVAL):
+	}
+	if errors.Is(e.Err, syscall.EINVAL) { // an address of this host, or the broadcast address of a network
 		return Refusal{Route: route, Reason: fmt.Sprintf("gateway %s on %s: %v", route.Gateway, route.Dev, e.Err)}, true
 	}
 	return Refusal{}, false
 }
 
-// opErrors joins errs, and returns nil if there are none. It shows and wraps only the first
-// three, so that the message stays short if thousands of changes fail for the same reason.
+// opErrors joins errs. Thousands of changes may fail for the same reason, so it shows only a few.
 func opErrors(errs []error) error {
 	const shown = 3
 	if len(errs) <= shown {

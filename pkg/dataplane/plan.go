@@ -6,8 +6,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-
-	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Changes are the differences between two states.
@@ -57,7 +55,6 @@ type planner struct {
 func (p *planner) put(o Object) { p.puts = append(p.puts, Op{Object: o}) }
 func (p *planner) del(o Object) { p.deletes = append(p.deletes, Op{Delete: true, Object: o}) }
 
-// isReplaced reports whether the objects on dev will disappear because dev is replaced.
 func (p *planner) isReplaced(dev string) bool { return slices.Contains(p.replaced, dev) }
 
 func (p *planner) links() {
@@ -68,10 +65,10 @@ func (p *planner) links() {
 			h.TxChecksum = OffloadAuto
 		}
 
-		switch {
-		case h == w:
+		if h == w {
 			continue
-		case ok && !h.Compatible(w):
+		}
+		if ok && !h.Compatible(w) {
 			p.replaced = append(p.replaced, name)
 			p.first = append(p.first, Op{Delete: true, Object: h})
 		}
@@ -87,28 +84,29 @@ func (p *planner) addrs() {
 	}
 
 	for a := range p.have.Addrs {
-		_, wanted := p.want.Addrs[a]
-		switch {
-		case wanted, p.isReplaced(a.Dev), !p.scope.device(a.Dev), !p.scope.InNetworks(prefix.Host(a.Prefix.Addr())):
-		case p.inTheWay(a):
+		if _, wanted := p.want.Addrs[a]; wanted || p.isReplaced(a.Dev) || !p.scope.has(a) {
+			continue
+		}
+		if p.inTheWay(a) {
 			p.first = append(p.first, Op{Delete: true, Object: a})
-		case p.sweep:
+		} else if p.sweep {
 			p.del(a)
 		}
 	}
 }
 
 // inTheWay reports whether a must be deleted before the wanted objects can be created.
-// There are two cases. The kernel stores an IPv6 address of a device once, with one prefix
-// length. And the kernel refuses a gateway that is an address of this host, for example if
-// the host's previous subnet belongs to a peer now.
 func (p *planner) inTheWay(a Addr) bool {
+	// The kernel stores an IPv6 address of a device once, with one prefix length.
 	ip := a.Prefix.Addr()
 	for w := range p.want.Addrs {
 		if ip.Is6() && w.Dev == a.Dev && w.Prefix.Addr() == ip {
 			return true
 		}
 	}
+
+	// It refuses a gateway that is an address of this host. The host's previous subnet may belong to a
+	// peer now.
 	for r := range p.want.AllRoutes() {
 		if r.Gateway == ip {
 			return true
@@ -117,14 +115,12 @@ func (p *planner) inTheWay(a Addr) bool {
 	return false
 }
 
-// object is an Object that can be compared.
 type object interface {
 	comparable
 	Object
 }
 
-// planMap plans the objects of a map, which have unique keys: neighbours or FDB entries.
-// dev returns the device of an object.
+// planMap plans neighbours or FDB entries.
 func planMap[K comparable, V object](p *planner, have, want map[K]V, dev func(V) string) {
 	for k, w := range want {
 		if have[k] != w || p.isReplaced(dev(w)) {
@@ -155,10 +151,9 @@ func (p *planner) routes() {
 	}
 }
 
-// candidates returns those of have that the plan for the route wanted[i] handles. have and wanted contain
-// the routes to one destination. The result contains the routes that are the same as wanted[i], those that
-// a put of wanted[i] replaces in the kernel, and the kernel's own routes, because of which wanted[i] is
-// refused. If i is 0, it also contains the routes that belong to no wanted route.
+// candidates returns those of have that the plan for the route wanted[i] handles: those with its
+// metric, the kernel's own, because of which it is refused, and, for the first wanted route, those that
+// belong to none. All are routes to one destination.
 func candidates(have, wanted []Route, i int) []Route {
 	if len(wanted) == 1 {
 		return have // the usual case, without a copy
@@ -177,18 +172,16 @@ func (p *planner) remaining(routes []Route) []Route {
 	return slices.DeleteFunc(slices.Clone(routes), func(r Route) bool { return p.isReplaced(r.Dev) })
 }
 
-// sweepRoutes deletes those of routes that belong to flanneld, if the plan sweeps. It
-// deletes a detour in any case, because a detour sends the packets to a host into the
-// tunnel to that host.
 func (p *planner) sweepRoutes(routes []Route) {
 	for _, r := range routes {
+		// A detour goes in any case: it sends the packets to a host into the tunnel to that host.
 		if p.sweep && p.owns(r) || p.scope.isDetour(r) {
 			p.del(r)
 		}
 	}
 }
 
-// destination plans the wanted route w. have contains the result of candidates for it.
+// destination plans the wanted route w. have are the candidates for it.
 func (p *planner) destination(w Route, have []Route) {
 	if w.Type == Unreachable { // it is the last resort, so other routes are handled as if it were not wanted
 		isUnreachable := func(h Route) bool { return h.Type == Unreachable }
@@ -216,6 +209,7 @@ func (p *planner) destination(w Route, have []Route) {
 		if !p.owns(h) {
 			p.taken = append(p.taken, h)
 		}
+
 		// Delete the other routes only in a pass that finds the wanted route in place. The
 		// put may fail, and it may replace one of these routes: the kernel chooses which.
 		if i >= 0 {
@@ -224,7 +218,6 @@ func (p *planner) destination(w Route, have []Route) {
 	}
 }
 
-// owns reports whether flanneld may delete r.
 func (p *planner) owns(r Route) bool {
 	if r.Protocol == protoKernel || !p.scope.Shows(r) {
 		return false

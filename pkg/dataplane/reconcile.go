@@ -34,8 +34,7 @@ type Report struct {
 	Rerouted bool
 }
 
-// count adds ops to the report. repair reports whether a change of an object undoes a
-// change by another program.
+// count adds ops to the report. repair reports whether a change undoes one by another program.
 func (r *Report) count(ops []Op, repair func(Object) bool) {
 	for _, op := range ops {
 		if op.Delete {
@@ -131,10 +130,8 @@ func (r *Reconciler) Record(s State) {
 	}
 }
 
-// record is Record for one route. It ignores a route on one of the scope's own devices,
-// because the Reconciler may delete such a route anyway.
 func (r *Reconciler) record(route Route) {
-	if !r.cache.scope.device(route.Dev) {
+	if !r.cache.scope.device(route.Dev) { // on these the Reconciler may delete any route
 		r.recorded[route.canonical()] = struct{}{}
 	}
 }
@@ -214,8 +211,7 @@ func (r *Reconciler) SweepAt(objects ...Object) {
 	r.dirty.Add(objects...)
 }
 
-// converge calls start.run, and then repeats passes until one finds no change to make. It
-// returns an error if a pass fails, or if the last of the allowed passes still finds a change.
+// converge repeats passes until one finds no change to make.
 func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 	var report Report
 	if sweep && !r.swept { // earlier passes without sweep may have left objects with any key
@@ -226,9 +222,11 @@ func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 		addKey(&r.dirty.dsts, route.Dst)
 	}
 	clear(r.unreachable)
+
 	puts, read := r.start.run(ctx, r.want, sweep)
 	report.Puts = puts
 	r.all = r.all || read
+
 	var named Keys // places that the caller has named
 	named.merge(r.dirty)
 	everywhere := r.all
@@ -237,6 +235,7 @@ func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 		if err != nil {
 			return report, err
 		}
+
 		r.all = r.all || all
 		changes := r.plan(drifted, sweep)
 		r.logTaken(ctx, changes.Taken)
@@ -254,10 +253,8 @@ func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 	return report, errors.New("kernel state does not settle: another program keeps changing the same entries")
 }
 
-// plan returns the changes of the next pass, and updates r.dirty and r.refused. It compares
-// only the places where want and the kernel's state may differ. drifted contains the keys
-// that other programs have changed. The result is the same as that of a full comparison,
-// with the deletes that SweepAt has asked for, and without the puts that reachable omits.
+// plan returns the changes of the next pass. It compares only the places where want and the kernel's
+// state may differ. drifted are those that other programs have changed.
 func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 	r.dirty.merge(drifted)
 	have := r.cache.State
@@ -265,7 +262,8 @@ func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 	if r.all || len(r.dirty.links) > 0 { // objects disappear with their link
 		clear(r.refused)
 	} else {
-		have, want = have.Only(r.dirty), want.Only(r.dirty)
+		have = have.Only(r.dirty)
+		want = want.Only(r.dirty)
 		maps.DeleteFunc(r.refused, func(route Route, _ Refusal) bool { return r.dirty.has(route) })
 	}
 
@@ -273,7 +271,6 @@ func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 	if !sweep {
 		changes.Ops = append(changes.Ops, r.planGone(changes.Ops)...)
 	}
-
 	for _, refusal := range changes.Refused {
 		r.refused[refusal.Route.canonical()] = refusal
 	}
@@ -287,8 +284,7 @@ func (r *Reconciler) planGone(ops []Op) []Op {
 	return slices.DeleteFunc(all, func(op Op) bool { return !r.gone.has(op.Object) || slices.Contains(ops, op) })
 }
 
-// reachable returns ops without the puts of the routes in r.unreachable, which the kernel
-// has refused because of their gateway.
+// reachable drops the puts of routes whose gateway the kernel has refused in this call.
 func (r *Reconciler) reachable(ops []Op) []Op {
 	return slices.DeleteFunc(ops, func(op Op) bool {
 		route, _ := op.Object.(Route)
@@ -297,77 +293,71 @@ func (r *Reconciler) reachable(ops []Op) []Op {
 	})
 }
 
-// finish updates the bookkeeping after a pass that found nothing to do, and completes
-// the report.
+// finish completes the report after a pass that found nothing to do.
 func (r *Reconciler) finish(report *Report, sweep bool) {
-	switch {
-	case sweep && r.all:
+	if sweep && r.all {
 		clear(r.recorded)
 		r.Record(r.want)
-		r.dropped = nil
-	case sweep:
+	} else if sweep {
 		for _, route := range r.dropped {
 			if !slices.ContainsFunc(r.want.Routes[route.Dst], func(w Route) bool { return w.canonical() == route }) {
 				delete(r.recorded, route)
 			}
 		}
+	}
+	if sweep {
 		r.dropped = nil
 	}
-
 	r.dirty = Keys{}
 	r.gone = Keys{}
 	r.all = false
 	r.swept = sweep
+
 	for _, refusals := range []map[Route]Refusal{r.refused, r.unreachable} {
 		for _, refusal := range refusals {
 			report.Refused = append(report.Refused, refusal)
 		}
 	}
-
 	report.Unreachable = len(r.unreachable) > 0
 	report.Rerouted = r.cache.rerouted
 	r.cache.rerouted = false
 }
 
-// apply executes ops and updates or invalidates the cache. A route that the kernel refuses
-// because of its gateway concerns one peer only, so apply adds it to r.unreachable. It
-// returns the errors of all other failures.
+// apply executes ops. A route that the kernel refuses because of its gateway concerns one peer only,
+// so that is no error.
 func (r *Reconciler) apply(ctx context.Context, ops []Op) error {
-	failures := write(ctx, r.cache.kernel, ops)
-	refused := 0
 	var errs []error
+	failures := write(ctx, r.cache.kernel, ops)
 	for _, e := range failures {
 		if refusal, ok := e.refusal(); ok {
-			refused++
 			r.unreachable[refusal.Route.canonical()] = refusal
 		} else {
 			errs = append(errs, e)
 		}
 	}
 
-	switch {
-	case refused < len(failures): // only a read can tell what the failures have left behind
+	if len(errs) > 0 { // only a read can tell what the failures have left behind
 		r.cache.invalidate()
-	case refused > 0:
-		r.cache.applyWrites(r.reachable(slices.Clone(ops)))
-	default:
-		r.cache.applyWrites(ops)
+		return opErrors(errs)
 	}
-	return opErrors(errs)
+	if len(failures) > 0 {
+		ops = r.reachable(slices.Clone(ops))
+	}
+	r.cache.applyWrites(ops)
+	return nil
 }
 
-// takenLog is the minimum time between two log lines about routes of the same program to
-// the same destination.
+// takenLog is the minimum time between two log lines about the same routes. Their program may keep
+// restoring them.
 const takenLog = time.Minute
 
-// taken identifies the subject of a log line: the routes of a program to a destination.
+// taken identifies the routes of a program to a destination.
 type taken struct {
 	dst      netip.Prefix
 	protocol uint8
 }
 
-// logTaken logs routes of other programs that are replaced: the first time at once, and
-// then at most once a minute if the other program keeps restoring them.
+// logTaken logs routes of other programs that are replaced.
 func (r *Reconciler) logTaken(ctx context.Context, routes []Route) {
 	now := time.Now()
 	maps.DeleteFunc(r.logged, func(_ taken, at time.Time) bool { return now.Sub(at) >= takenLog })

@@ -39,8 +39,8 @@ func (s Scope) InNetworks(p netip.Prefix) bool {
 // the networks of s. It also does if r is a detour on a device of s, with any destination.
 func (s Scope) Shows(r Route) bool { return s.InNetworks(r.Dst) || s.isDetour(r) }
 
-// isDetour reports whether r is a detour that was left behind. r must be on a device of s,
-// because only the reconciler of s creates routes with flanneld's protocol number there.
+// isDetour reports whether r is a detour that was left behind. Only on the devices of s do all routes
+// with flanneld's protocol number come from the reconciler of s.
 func (s Scope) isDetour(r Route) bool { return r.IsDetour() && s.device(r.Dev) }
 
 // Covers reports whether s includes all devices and networks of other. It does not compare

@@ -38,7 +38,6 @@ func DeviceOf(o Object) string {
 	return ""
 }
 
-// kind returns the name of o's kind: "link", "address", "neighbour", "fdb" or "route".
 func kind(o Object) string {
 	switch o.(type) {
 	case Link:
@@ -125,8 +124,7 @@ func (s State) AllRoutes() iter.Seq[Route] {
 	}
 }
 
-// usesDevices reports whether the state has a route through a device, and not only routes
-// without one, such as unreachable routes.
+// usesDevices reports false if there are only routes such as unreachable ones.
 func (s State) usesDevices() bool {
 	for r := range s.AllRoutes() {
 		if r.Dev != "" {
@@ -136,7 +134,6 @@ func (s State) usesDevices() bool {
 	return false
 }
 
-// each calls f for all objects of the state.
 func (s State) each(f func(Object)) {
 	for _, l := range s.Links {
 		f(l)
@@ -155,9 +152,7 @@ func (s State) each(f func(Object)) {
 	}
 }
 
-// has reports whether the state contains o. For a route, another route that is the same in
-// the sense of Route.same is sufficient. For a link with OffloadAuto, the offload makes no
-// difference.
+// has accepts a route that is the same as o.
 func (s State) has(o Object) (ok bool) {
 	switch o := o.(type) {
 	case Link:
@@ -195,11 +190,12 @@ func (f FDB) removeFrom(s State)   { delete(s.FDB, f.FDBKey) }
 func (r Route) removeFrom(s State) {
 	routes := s.Routes[r.Dst]
 	i := slices.Index(routes, r)
-	switch {
-	case i < 0:
-	case len(routes) == 1:
+	if i < 0 {
+		return
+	}
+	if len(routes) == 1 {
 		delete(s.Routes, r.Dst)
-	default: // in a new slice, because a caller may be iterating over the old one
-		s.Routes[r.Dst] = slices.Concat(routes[:i], routes[i+1:])
+	} else {
+		s.Routes[r.Dst] = slices.Concat(routes[:i], routes[i+1:]) // a caller may be iterating over the old slice
 	}
 }

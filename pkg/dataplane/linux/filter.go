@@ -23,13 +23,12 @@ const (
 // compares the device of a message with each of them, and a jump skips at most 255 instructions.
 const maxFiltered = 64
 
-// filter makes the kernel drop announcements that this process would ignore, so that they do not wake the
-// process. fd is the socket that receives announcements. The kernel drops changes of routes, nexthop
-// objects and neighbours that this process has made through the socket with the given port. It also drops
-// changes of neighbours on other devices than those with the indexes in devices: on a host with a thousand
-// pods they happen all the time. Some messages about own changes contain no port, and the filter delivers
-// them. filter replaces the filter of an earlier call. With more than maxFiltered devices it only removes
-// the filter of an earlier call, and the kernel delivers everything.
+// filter makes the kernel drop announcements that this process would ignore, so that they do not wake it:
+//   - changes of routes, nexthop objects and neighbours through the socket with the given port, which this
+//     process has made itself, as far as the messages contain the port;
+//   - changes of neighbours on other devices: on a host with a thousand pods they happen all the time.
+//
+// fd is the socket that receives announcements. With more than maxFiltered devices everything is delivered.
 func filter(fd int, port uint32, devices []int) error {
 	if len(devices) > maxFiltered {
 		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0); err != nil && !errors.Is(err, unix.ENOENT) {
@@ -51,6 +50,7 @@ func filter(fd int, port uint32, devices []int) error {
 	host32 := func(v uint32) uint32 {
 		return binary.BigEndian.Uint32(binary.NativeEndian.AppendUint32(nil, v))
 	}
+
 	// A jump contains the number of instructions to skip. The last two instructions are
 	// the verdicts drop and deliver.
 	n := uint8(len(devices))
@@ -77,6 +77,7 @@ func filter(fd int, port uint32, devices []int) error {
 		program = append(program, bpf.JumpIf{Cond: bpf.JumpEqual, Val: host32(uint32(index)), SkipTrue: n - uint8(i)})
 	}
 	program = append(program, bpf.RetConstant{Val: drop}, bpf.RetConstant{Val: deliver})
+
 	raw, err := bpf.Assemble(program)
 	if err != nil {
 		return err

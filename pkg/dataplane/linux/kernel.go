@@ -73,11 +73,12 @@ func (k *Kernel) Close() error {
 // OnLink implements dataplane.Kernel.
 func (k *Kernel) OnLink(_ context.Context, dst netip.Addr, external string) (string, error) {
 	r, err := k.lookup(dst)
-	switch {
-	case errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EHOSTUNREACH),
-		errors.Is(err, unix.EINVAL), errors.Is(err, unix.EACCES): // blackhole, prohibit
-		return "", nil
-	case err != nil:
+	for _, none := range []error{unix.ENETUNREACH, unix.EHOSTUNREACH, unix.EINVAL, unix.EACCES} { // the last two: blackhole, prohibit
+		if errors.Is(err, none) {
+			return "", nil
+		}
+	}
+	if err != nil {
 		return "", err
 	}
 	if r.route.Type != dataplane.Unicast || r.route.Gateway.IsValid() || r.route.Multipath || !dataplane.IsNetwork(r.route.Dst) {
@@ -92,9 +93,8 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr, external string) (str
 	return l.name, err
 }
 
-// lookup returns the route that packets from this host to dst take, as it is in the routing table: its
-// destination is a prefix and not dst alone, and is invalid if it is a default route. If there is no route,
-// or only one that drops the packets, lookup returns the kernel's error, such as ENETUNREACH.
+// lookup returns the route that packets from this host to dst take, as it is in the routing table. The
+// destination of a default route is invalid.
 func (k *Kernel) lookup(dst netip.Addr) (r routeReply, err error) {
 	err = k.sock.ask(func(m *message) {
 		m.begin(unix.RTM_GETROUTE, 0, rtmsg(prefix.Host(dst), 0, 0, 0, 0, 0, rtmFibMatch)...)
@@ -109,18 +109,13 @@ func (k *Kernel) lookup(dst netip.Addr) (r routeReply, err error) {
 // rtmFibMatch is RTM_F_FIB_MATCH, for which x/sys has no constant.
 const rtmFibMatch = 0x2000
 
-// routeDependencies contains the devices and addresses that known routes depend on: the
-// index of a route's device, and the source address that the route sets, which may be an
-// address of any device. It also contains the index of every device on which Apply has
-// changed an object. If such a device goes down or disappears, or such an address
-// disappears, the kernel may delete the routes without an announcement. A route to a single
-// address usually belongs to a pod and is ignored: pods come and go, and losing such a
-// route does no harm. Entries are never removed: a host has few devices and addresses, and
-// an unnecessary entry only costs a read.
+// routeDependencies contains the devices, by index, and the source addresses that known routes depend
+// on. If one of them goes, the kernel may delete the routes without an announcement. Entries are never
+// removed: a host has few devices and addresses, and an unnecessary entry only costs a read.
 type routeDependencies struct{ sync.Map }
 
 func (d *routeDependencies) add(r routeReply) {
-	if r.route.Dst.IsSingleIP() {
+	if r.route.Dst.IsSingleIP() { // usually a pod: these come and go, and losing such a route does no harm
 		return
 	}
 	if r.oif != 0 {
@@ -147,21 +142,18 @@ type link struct {
 	flags uint32
 }
 
-// resolves reports whether the device resolves addresses to neighbours, so that the
-// gateway of a route decides which host receives a packet.
+// resolves reports whether the gateway of a route through the device decides which host gets a packet.
 func (l link) resolves() bool {
 	return l.flags&(unix.IFF_NOARP|unix.IFF_POINTOPOINT|unix.IFF_LOOPBACK) == 0
 }
 
-// linkName returns the name of the device with the given index. It returns "" if the
-// device does not exist or index is 0.
+// linkName returns "" if the device does not exist or index is 0.
 func (k *Kernel) linkName(index int) (string, error) {
 	l, err := k.link(index)
 	return l.name, err
 }
 
-// link returns the device with the given index. It returns the zero link if the device
-// does not exist or index is 0.
+// link returns the zero link if the device does not exist or index is 0.
 func (k *Kernel) link(index int) (l link, err error) {
 	if index == 0 {
 		return link{}, nil

@@ -17,12 +17,13 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane"
 )
 
-// linkIndex returns the index of the named device, or 0 if it does not exist.
+// linkIndex returns 0 if the device does not exist.
 func (k *Kernel) linkIndex(name string) (int, error) {
 	req, err := unix.NewIfreq(name)
 	if err != nil { // no device can have such a name
 		return 0, nil //nolint:nilerr // 0 means that the device does not exist
 	}
+
 	err = k.sock.control(func(fd int) error { return unix.IoctlIfreq(fd, unix.SIOCGIFINDEX, req) })
 	if errors.Is(err, unix.ENODEV) {
 		return 0, nil
@@ -40,25 +41,24 @@ func (k *Kernel) applyLink(ctx context.Context, op dataplane.Op) error {
 		return err
 	}
 
-	switch {
-	case op.Delete && index == 0:
-		return nil
-	case op.Delete:
+	if op.Delete {
+		if index == 0 {
+			return nil
+		}
 		err := k.links.LinkDel(&netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Index: index}, LinkType: want.Kind})
 		if errors.Is(err, unix.ENODEV) { // another program was faster
 			return nil
 		}
 		return err
+	}
 
-	case index == 0:
-		if err := k.createLink(want); err != nil {
-			return err
-		}
-
-	default:
-		if err := k.changeLink(ctx, want, index); err != nil {
-			return err
-		}
+	if index == 0 {
+		err = k.createLink(want)
+	} else {
+		err = k.changeLink(ctx, want, index)
+	}
+	if err != nil {
+		return err
 	}
 	if err := k.setTxChecksum(want.Name, want.TxChecksum); err != nil {
 		return err
@@ -66,8 +66,7 @@ func (k *Kernel) applyLink(ctx context.Context, op dataplane.Op) error {
 	return k.setUp(want)
 }
 
-// createLink creates the device with the same attributes as other flannel daemons, so
-// that each can adopt the device of another.
+// createLink uses the attributes of other flannel daemons, so that each can adopt a device of another.
 func (k *Kernel) createLink(want dataplane.Link) error {
 	var err error
 	module := want.Kind
@@ -119,10 +118,8 @@ func (k *Kernel) underlay(name string) (int, error) {
 	return index, err
 }
 
-// changeLink changes the attributes that differ, without replacing the device. It returns
-// an error if that is not possible, see Link.Compatible. The device keeps its FDB and its
-// routes and, unless its MAC changes, its neighbours. The caller sets the checksum offload
-// and sets the device up.
+// changeLink changes the attributes that differ, except for TxChecksum and Up. The device keeps its FDB
+// and its routes and, unless its MAC changes, its neighbours.
 func (k *Kernel) changeLink(ctx context.Context, want dataplane.Link, index int) error {
 	state := dataplane.NewState()
 	if _, err := k.readLink(want.Name, dataplane.Scope{}, state); err != nil {
@@ -242,9 +239,8 @@ func IPv6Off(dev string) string {
 	return ""
 }
 
-// acceptRAOff prevents router advertisements of pods from configuring the device. It
-// ignores errors, because nothing can be done if /proc/sys is read-only or IPv6 is
-// disabled.
+// acceptRAOff prevents router advertisements of pods from configuring the device. Nothing can be done
+// if /proc/sys is read-only or IPv6 is disabled.
 func acceptRAOff(dev string) {
 	_ = os.WriteFile(filepath.Join("/proc/sys/net/ipv6/conf", dev, "accept_ra"), []byte("0"), 0)
 }

@@ -129,14 +129,14 @@ func familyOf(a netip.Addr) uint8 {
 	return unix.AF_INET6
 }
 
-// rtmsg encodes a struct rtmsg.
+// The functions below encode the structs of rtnetlink(7) after which they are named.
+
 func rtmsg(dst netip.Prefix, tos, table, protocol, scope, typ uint8, flags uint32) []byte {
 	b := []byte{familyOf(dst.Addr()), uint8(dst.Bits()), 0, tos, table, protocol, scope, typ, 0, 0, 0, 0}
 	binary.NativeEndian.PutUint32(b[8:], flags)
 	return b
 }
 
-// ndmsg encodes a struct ndmsg.
 func ndmsg(family uint8, ifindex int, state uint16, flags uint8) []byte {
 	b := []byte{family, 0, 0, 0, 0, 0, 0, 0, 0, 0, flags, 0}
 	binary.NativeEndian.PutUint32(b[4:], uint32(ifindex))
@@ -144,20 +144,17 @@ func ndmsg(family uint8, ifindex int, state uint16, flags uint8) []byte {
 	return b
 }
 
-// ifinfomsg encodes a struct ifinfomsg.
 func ifinfomsg(index int) []byte {
 	b := make([]byte, unix.SizeofIfInfomsg)
 	binary.NativeEndian.PutUint32(b[4:], uint32(index))
 	return b
 }
 
-// ifaddrmsg encodes a struct ifaddrmsg.
 func ifaddrmsg(p netip.Prefix, flags uint8, index int) []byte {
 	b := []byte{familyOf(p.Addr()), uint8(p.Bits()), flags, unix.RT_SCOPE_UNIVERSE}
 	return binary.NativeEndian.AppendUint32(b, uint32(index))
 }
 
-// nhmsg encodes a struct nhmsg.
 func nhmsg(family, protocol uint8, flags uint32) []byte {
 	b := []byte{family, 0, protocol, 0, 0, 0, 0, 0}
 	binary.NativeEndian.PutUint32(b[4:], flags)

@@ -63,15 +63,17 @@ func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 		ready: wait.NewSignal(), resume: wait.NewSignal(), done: make(chan struct{}),
 		links: map[int]linkDetails{},
 	}
-	if err := m.subscribe(fd); err != nil {
+	err = m.subscribe(fd)
+	if err == nil {
+		m.raw, err = m.file.SyscallConn()
+	}
+	if err == nil {
+		m.own, err = k.sock.port()
+	}
+	if err != nil {
 		return nil, oneline.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
 	}
-	if m.raw, err = m.file.SyscallConn(); err != nil {
-		return nil, oneline.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
-	}
-	if m.own, err = k.sock.port(); err != nil {
-		return nil, oneline.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
-	}
+
 	m.resolveDevices()
 	m.resume.Send()
 	m.wg.Go(m.watch)
@@ -88,14 +90,13 @@ func (m *monitor) subscribe(fd int) error {
 	return m.join(fd, unix.NETLINK_ADD_MEMBERSHIP)
 }
 
-// join joins or leaves the multicast groups that the scope needs. option says which of
-// both: it is NETLINK_ADD_MEMBERSHIP or NETLINK_DROP_MEMBERSHIP.
+// join joins or leaves the multicast groups that the scope needs: option is NETLINK_ADD_MEMBERSHIP or
+// NETLINK_DROP_MEMBERSHIP.
 func (m *monitor) join(fd, option int) error {
 	groups := []int{unix.RTNLGRP_LINK}
 	if len(m.scope.Devices) > 0 {
 		groups = append(groups, unix.RTNLGRP_NEIGH)
 	}
-
 	for _, f := range families(m.scope) {
 		if f == unix.AF_INET {
 			groups = append(groups, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV4_ROUTE)
@@ -115,8 +116,7 @@ func (m *monitor) join(fd, option int) error {
 	return nil
 }
 
-// watch sends to ready when the socket has an announcement, and then waits until Drain has
-// read all announcements. It ends when the monitor is closed.
+// watch sends to ready when the socket has an announcement, and then waits until Drain has read all.
 func (m *monitor) watch() {
 	for {
 		select {
@@ -124,6 +124,7 @@ func (m *monitor) watch() {
 			return
 		case <-m.resume:
 		}
+
 		// Drain may have read the announcement before this goroutine ran.
 		if err := m.raw.Read(func(uintptr) bool { return m.pending() }); err != nil { // closed
 			return
@@ -159,7 +160,6 @@ func (m *monitor) Mute() {
 	_ = m.raw.Control(func(fd uintptr) { _ = m.join(int(fd), unix.NETLINK_DROP_MEMBERSHIP) })
 }
 
-// unmute joins the groups again that Mute has left. After an error the monitor stays muted.
 func (m *monitor) unmute() (err error) {
 	if ctlErr := m.raw.Control(func(fd uintptr) { err = m.join(int(fd), unix.NETLINK_ADD_MEMBERSHIP) }); ctlErr != nil {
 		return ctlErr
@@ -184,7 +184,7 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	for {
 		n, err := m.read(*buf)
 		switch {
-		case errors.Is(err, unix.EAGAIN):
+		case errors.Is(err, unix.EAGAIN): // nothing is left
 			if missed { // the last announced states may be out of date
 				clear(m.links)
 			}
@@ -218,9 +218,8 @@ func (m *monitor) read(buf []byte) (n int, err error) {
 	return n, err
 }
 
-// resolveDevices looks up the indexes of the devices in Scope.Devices and Scope.Shared again,
-// and makes the kernel filter announcements by these indexes. It leaves out devices that do
-// not exist. It also forgets the names of other devices.
+// resolveDevices looks up the indexes of the scope's devices again, and makes the kernel filter
+// announcements by them.
 func (m *monitor) resolveDevices() {
 	m.names = map[int]string{}
 	for _, name := range slices.Concat(m.scope.Devices, m.scope.Shared) {
@@ -229,15 +228,12 @@ func (m *monitor) resolveDevices() {
 		}
 	}
 	m.others = map[int]string{}
+
 	// Errors are ignored: without a filter there are only more announcements to read.
 	_ = m.raw.Control(func(fd uintptr) { _ = filter(int(fd), m.own, slices.Collect(maps.Keys(m.names))) })
 }
 
-// decode appends the events in a datagram to events. lost reports whether the datagram
-// contained a change that no event can describe, or a malformed message. rerouted reports
-// whether the datagram contained a message that is not about a neighbour, or a malformed
-// message, because the change may affect OnLink. This process's own changes of routes do not
-// affect OnLink, and the filter drops their announcements.
+// decode appends the events in a datagram to events. See Drain for rerouted and lost.
 func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bool) {
 	for len(b) >= unix.NLMSG_HDRLEN {
 		n := int(binary.NativeEndian.Uint32(b))
@@ -249,6 +245,8 @@ func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bo
 		flags := binary.NativeEndian.Uint16(b[6:])
 		event, void := m.message(typ, flags, b[unix.NLMSG_HDRLEN:n])
 		lost = lost || void
+
+		// Only neighbours never affect OnLink, and this process's own routes, which the filter drops.
 		rerouted = rerouted || typ != unix.RTM_NEWNEIGH && typ != unix.RTM_DELNEIGH
 		if event != (dataplane.Event{}) {
 			*events = append(*events, event)
@@ -258,9 +256,8 @@ func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bo
 	return rerouted, lost
 }
 
-// message returns the event that a message describes. It returns the zero event if the
-// message is about an object outside of the scope, about a link or about a new nexthop
-// object. lost reports whether the message announces a change that no event can describe.
+// message returns the event that a message describes, or the zero event if there is none. lost reports
+// whether no event can describe the change.
 func (m *monitor) message(typ, flags uint16, payload []byte) (e dataplane.Event, lost bool) {
 	switch typ {
 	case unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH:
@@ -318,7 +315,7 @@ func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane
 		r.route.Dev = m.name(r.oif)
 		m.kernel.dependencies.add(r)
 	}
-	if !m.scope.Shows(r.route) {
+	if !m.scope.Shows(r.route) { // now that the device is known
 		return dataplane.Event{}, false
 	}
 
@@ -327,8 +324,7 @@ func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane
 	return dataplane.Event{Object: r.route, Deleted: deleted, Replaced: flags&unix.NLM_F_REPLACE != 0 && !deleted}, r.route.Multipath
 }
 
-// name returns the name of a device that a route uses. It returns "" if the device does not
-// exist or the name cannot be read.
+// name returns "" if the device does not exist or its name cannot be read.
 func (m *monitor) name(index int) string {
 	for _, known := range []map[int]string{m.names, m.others} {
 		if name, ok := known[index]; ok {
@@ -340,12 +336,7 @@ func (m *monitor) name(index int) string {
 	return name
 }
 
-// address returns the event of an address, or the zero event if the address is outside of
-// the scope. lost is set if the kernel may have deleted routes together with the address:
-// routes on any device that have the address as their source and, with the last address of
-// a device, all routes through the device. The kernel does not announce that it has deleted
-// these routes. If IPv6 is disabled on a device, the kernel may also not announce the IPv6
-// routes that it deletes.
+// address returns the zero event if the address is outside of the scope.
 func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost bool) {
 	if len(payload) < unix.SizeofIfAddrmsg {
 		return dataplane.Event{}, false
@@ -353,6 +344,10 @@ func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost
 	index := int(binary.NativeEndian.Uint32(payload[4:]))
 	dev, ours := m.names[index]
 	p := parseAddress(payload)
+
+	// With an address, the kernel deletes routes without an announcement: those on any device that
+	// have the address as their source and, with the last address of a device, all routes through
+	// it. It may also not announce the IPv6 routes that it deletes when IPv6 is disabled on a device.
 	lost = deleted && (ours || m.kernel.dependencies.hasDevice(index) || m.kernel.dependencies.hasSource(p.Addr()))
 	if !slices.Contains(m.scope.Devices, dev) || !m.scope.InNetworks(prefix.Host(p.Addr())) {
 		return dataplane.Event{}, lost
@@ -360,17 +355,9 @@ func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost
 	return dataplane.Event{Object: dataplane.Addr{Dev: dev, Prefix: p}, Deleted: deleted}, lost
 }
 
-// link reports whether the announcement of a link invalidates the cache. For devices in
-// Scope.Devices and Scope.Shared, it does if the device is new or deleted, if an attribute
-// in linkDetails or an offload has changed, or if the previous attributes are not known. For
-// other devices that routes use, it does only if the flags have changed, because the kernel
-// may then delete routes. For all these devices, every announcement of a link that is up
-// without a carrier also invalidates the cache, see lacksCarrier.
+// link reports whether the announcement of a link invalidates the cache.
 func (m *monitor) link(deleted bool, payload []byte) bool {
-	if len(payload) < unix.SizeofIfInfomsg {
-		return false
-	}
-	if payload[0] == unix.AF_BRIDGE { // a port's bridge settings
+	if len(payload) < unix.SizeofIfInfomsg || payload[0] == unix.AF_BRIDGE { // a port's bridge settings
 		return false
 	}
 
@@ -388,10 +375,10 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 	now, features := newLinkDetails(payload)
 	switch {
 	case !known && (slices.Contains(m.scope.Devices, now.name) || slices.Contains(m.scope.Shared, now.name)):
-		return true
+		return true // the device is new
 	case !known && !announced && !m.kernel.dependencies.hasDevice(index):
-		return false
-	case !known:
+		return false // no route uses it
+	case !known: // routes use it, and the kernel may delete them if the flags change
 		now = linkDetails{flags: now.flags}
 		features = false
 		if !announced { // it was up when its routes were read, and no change was announced since
@@ -401,6 +388,13 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 		now.kind = "" // the attribute of a bridge contains timers, which differ each time
 	}
 	m.links[index] = now
+
+	// A carrier that returns for a moment is announced as if nothing had happened:
+	//   LINK eth0 up,!running   (no carrier: the nexthop objects are gone)
+	//                           (the carrier returns, the kernel accepts new objects, it is lost again)
+	//   LINK eth0 up,!running   (up to a second later linkwatch_do_dev handles both changes at once:
+	//                            nh_netdev_event deletes the objects with the IPv4 routes through them)
+	// Nothing else tells that. So each announcement without a carrier counts, and not only changes.
 	return before != now || features || now.lacksCarrier()
 }
 
@@ -415,15 +409,10 @@ type linkDetails struct {
 // announcement.
 const upFlags = unix.IFF_UP | unix.IFF_RUNNING | unix.IFF_LOWER_UP
 
-// lacksCarrier reports whether a link is up and has no carrier. Each of its announcements
-// invalidates the cache, even one that equals the last: if a carrier returns for a moment, the
-// kernel accepts nexthop objects again. Its worker (linkwatch_do_dev) handles both changes at once,
-// up to a second later: it deletes the objects with the IPv4 routes through them (nh_netdev_event),
-// and announces the link as it was before.
 func (d linkDetails) lacksCarrier() bool { return d.flags&unix.IFF_UP != 0 && d.flags != upFlags }
 
-// newLinkDetails parses a link message. features reports whether offloads have changed. The
-// message does not contain their new values.
+// newLinkDetails parses a link message. It reports whether offloads have changed: the message does not
+// contain their values.
 func newLinkDetails(payload []byte) (d linkDetails, features bool) {
 	d.flags = linkFlags(payload) & upFlags
 	for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
@@ -443,8 +432,7 @@ func newLinkDetails(payload []byte) (d linkDetails, features bool) {
 	return d, features
 }
 
-// nexthop forgets the nexthop object that a message announces as deleted or replaced, and
-// returns the event. It returns the zero event if the message is malformed.
+// nexthop forgets the nexthop object that a message announces as deleted or replaced.
 func (m *monitor) nexthop(payload []byte) (e dataplane.Event) {
 	if len(payload) < sizeofNhmsg {
 		return dataplane.Event{}

@@ -23,11 +23,8 @@ const (
 	nexthopRetries = 16
 )
 
-// readNexthops replaces what this process knows about nexthop objects by the existing objects
-// with flanneld's protocol number, and sets the numbers of their users and of plain routes to
-// 0. Read calls readNexthops before it reads the routes, and counts while it reads them. If
-// Options.NexthopObjects is off or the kernel does not support nexthop objects, this process
-// knows none afterwards.
+// readNexthops replaces what this process knows about nexthop objects by those with flanneld's protocol
+// number, without users. Read then counts the users while it reads the routes.
 func (k *Kernel) readNexthops(ctx context.Context) error {
 	t := &k.nexthops
 	t.mu.Lock()
@@ -68,9 +65,8 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 	return nil
 }
 
-// provideNexthops creates nexthop objects for the routes that ops put, if a device would
-// have too many plain routes otherwise, and sets the ids in ops. If it cannot create an
-// object the route stays plain. It counts all of these routes as users of an object or as
+// provideNexthops creates nexthop objects for the routes that ops put, if a device would have too many
+// plain routes otherwise, and sets the ids in ops. It counts these routes as users of an object or as
 // plain. indexes contains the index of each device.
 func (k *Kernel) provideNexthops(ctx context.Context, ops []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
@@ -86,7 +82,6 @@ func (k *Kernel) provideNexthops(ctx context.Context, ops []*dataplane.Op, index
 			puts[indexes[r.Dev]]++
 		}
 	}
-
 	for index, n := range puts {
 		t.plain[index] += n
 		if t.plain[index] >= t.threshold {
@@ -95,10 +90,9 @@ func (k *Kernel) provideNexthops(ctx context.Context, ops []*dataplane.Op, index
 	}
 }
 
-// provideFor changes the routes in ops that go through the device with this index: each gets the id of a
-// nexthop object. provideFor creates the objects that are missing. A route stays plain if its field Plain
-// or MTU is set, or if its object cannot be created. The caller has counted all these routes as plain.
-// provideFor counts those that get an object as users of the object instead. The caller holds t.mu.
+// provideFor gives the routes in ops that go through the device with this index nexthop objects. A route
+// stays plain if it must, or if its object cannot be created. The caller has counted all these routes as
+// plain, and holds t.mu.
 func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	type route struct {
@@ -149,10 +143,8 @@ func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op,
 	}
 }
 
-// createNexthops creates the missing objects, which byHop already contains, and sets their
-// ids. It returns the objects that need another id, because another program uses the id
-// that was tried. The id of an object that could not be created stays 0. If the kernel does
-// not support nexthop objects, this process uses none from then on. The caller holds t.mu.
+// createNexthops creates the missing objects, which byHop already contains. It returns those whose id
+// another program uses. The id of an object that could not be created stays 0. The caller holds t.mu.
 func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again []*object) {
 	t := &k.nexthops
 	ids := make([]uint32, len(missing))
@@ -182,19 +174,16 @@ func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again [
 			t.byID[o.id] = o
 		case errors.Is(err, unix.EEXIST):
 			again = append(again, o)
-		case errors.Is(err, unix.EOPNOTSUPP):
+		case errors.Is(err, unix.EOPNOTSUPP): // Linux before 5.3
 			t.enabled = false
 		}
 	}
 	return again
 }
 
-// releaseNexthops subtracts the deleted routes from the number of users of their nexthop
-// object, or from the number of plain routes of their device. done contains the operations
-// that have succeeded. releaseNexthops then deletes the objects that no route uses any more,
-// and those in t.idle that are still unused. The routes must be deleted before, because the
-// kernel would delete remaining routes together with the object, slowly and without an
-// announcement.
+// releaseNexthops deletes the objects that no route uses any more. done are the operations that have
+// succeeded. It must follow the deletes of routes: the kernel would delete remaining routes together
+// with the object, slowly and without an announcement.
 func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	t.mu.Lock()
@@ -221,11 +210,12 @@ func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, inde
 	k.deleteNexthops(ctx, ids)
 }
 
-// deleteNexthops deletes the objects with these ids. The caller holds k.nexthops.mu.
+// The caller holds k.nexthops.mu.
 func (k *Kernel) deleteNexthops(ctx context.Context, ids []uint32) {
 	for _, id := range ids {
 		k.nexthops.remove(id) // first, so that the announcement of the delete finds nothing to forget
 	}
+
 	// If a delete fails, the next read finds the object.
 	_ = k.sock.send(ctx, len(ids), func(i int, m *message) {
 		m.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)

@@ -70,9 +70,8 @@ func (t *nexthops) add(o *object) {
 	t.next = max(t.next, o.id+1)
 }
 
-// use adds n, which may be negative, to the number of routes that use an object, and
-// returns the object. It returns nil if the object does not have flanneld's protocol
-// number.
+// use adds n to the number of routes that use an object. It returns nil if the object does not have
+// flanneld's protocol number.
 func (t *nexthops) use(id uint32, n int) *object {
 	o := t.byID[id]
 	if o != nil {
@@ -91,32 +90,28 @@ func (t *nexthops) remove(id uint32) {
 	}
 }
 
-// forget removes an object that another program has deleted or replaced, if this process
-// knows it. Unlike remove, it locks t.mu.
+// forget removes an object that another program has deleted or replaced.
 func (t *nexthops) forget(id uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.remove(id)
 }
 
-// addRoute handles a route in the scope that Read has found: it completes the route and
-// counts it as a user of its nexthop object, or as a plain route. This process may then use
-// the object for other routes, unless routes outside of the scope use it.
+// addRoute completes a route in the scope that Read has found, and counts it.
 func (t *nexthops) addRoute(r *routeReply) {
 	t.complete(r)
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if id := r.route.NexthopID; id != 0 {
 		if o := t.use(id, 1); o != nil && !o.others {
-			t.byHop[o.hop] = o
+			t.byHop[o.hop] = o // now usable for other routes
 		}
 	} else if r.route.Gateway.Is4() {
 		t.plain[r.oif]++
 	}
 }
 
-// complete sets the gateway, the device and the onlink flag of a route through an object
-// that this process knows, if the kernel shows only the id, as with
+// complete resolves the id of a nexthop object. The kernel shows nothing else with
 // net.ipv4.nexthop_compat_mode=0.
 func (t *nexthops) complete(r *routeReply) {
 	t.mu.Lock()
@@ -128,9 +123,8 @@ func (t *nexthops) complete(r *routeReply) {
 	}
 }
 
-// markUsedByOthers marks the objects with these ids, because routes outside of the scope
-// use them, and counts each id as one user. Read must call it before addRoute, which lets
-// this process use only objects that are not marked.
+// markUsedByOthers marks objects that routes outside of the scope use, so that addRoute does not let
+// this process use them.
 func (t *nexthops) markUsedByOthers(ids []uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -141,10 +135,8 @@ func (t *nexthops) markUsedByOthers(ids []uint32) {
 	}
 }
 
-// selectUnused adds objects to t.idle, so that the next releaseNexthops deletes them. The
-// caller has just read the kernel's routes. selectUnused selects an object only if no route
-// has used it for the time t.linger, because the program that has created the object needs
-// a moment to create its routes.
+// selectUnused lets the next releaseNexthops delete the objects that no route has used for t.linger. The
+// caller has just read the kernel's routes.
 func (t *nexthops) selectUnused() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -160,23 +152,21 @@ func (t *nexthops) selectUnused() {
 		if !known {
 			since = now
 		}
-		if t.unused[id] = since; now.Sub(since) >= t.linger {
+		t.unused[id] = since
+		if now.Sub(since) >= t.linger {
 			t.idle = append(t.idle, id)
 		}
 	}
 }
 
-// viaNexthop returns the route of op, and whether op puts an IPv4 route with a gateway.
-// Only such a route can use a nexthop object. The route is zero if op changes an object
-// that is not a route.
+// viaNexthop reports whether op puts an IPv4 route with a gateway, which could use a nexthop object.
 func viaNexthop(op *dataplane.Op) (dataplane.Route, bool) {
 	r, _ := op.Object.(dataplane.Route)
 	return r, !op.Delete && r.Gateway.Is4()
 }
 
-// putFailed reduces the number of plain routes after the put op has failed. It ignores a
-// route through a nexthop object: the failure makes the Reconciler read the kernel, and the
-// read counts the users of the object again.
+// putFailed takes a plain route back whose put has failed. After any failure the Reconciler reads the
+// kernel, which counts the users of nexthop objects again.
 func (t *nexthops) putFailed(op *dataplane.Op, indexes map[string]int) {
 	if r, ok := viaNexthop(op); ok && r.NexthopID == 0 {
 		t.mu.Lock()

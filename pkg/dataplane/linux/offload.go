@@ -14,8 +14,7 @@ import (
 // ethtoolValue is a struct ethtool_value.
 type ethtoolValue struct{ cmd, data uint32 }
 
-// ethtool runs a command on a device and returns its value. It uses the rtnetlink socket,
-// because the socket selects the network namespace of the device.
+// ethtool runs a command on a device in the network namespace of the rtnetlink socket.
 func (k *Kernel) ethtool(dev string, cmd, data uint32) (uint32, error) {
 	value := ethtoolValue{cmd, data}
 	var request struct { // struct ifreq
@@ -39,16 +38,15 @@ func (k *Kernel) ethtool(dev string, cmd, data uint32) (uint32, error) {
 
 func (k *Kernel) readTxChecksum(dev string) (dataplane.Offload, error) {
 	on, err := k.ethtool(dev, unix.ETHTOOL_GTXCSUM, 0)
-	switch {
-	case err != nil:
+	if err != nil {
 		return 0, fmt.Errorf("read checksum offload of %s: %w", dev, err)
-	case on == 0:
+	}
+	if on == 0 {
 		return dataplane.OffloadOff, nil
 	}
 	return dataplane.OffloadOn, nil
 }
 
-// setTxChecksum sets the checksum offload of a device. It does nothing for OffloadAuto.
 func (k *Kernel) setTxChecksum(dev string, want dataplane.Offload) error {
 	if want == dataplane.OffloadAuto {
 		return nil

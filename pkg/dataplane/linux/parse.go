@@ -26,8 +26,8 @@ type routeReply struct {
 	cloned bool
 }
 
-// mayConcern reports whether a state of scope s may contain the route. It returns true for
-// a detour on any device, because routeReply does not contain the name of the device.
+// mayConcern reports whether a state of scope s may contain the route. The device of a detour is not
+// known yet.
 func (r routeReply) mayConcern(s dataplane.Scope) bool {
 	return r.table == unix.RT_TABLE_MAIN && !r.fromSource && !r.cloned && r.route.Dst.IsValid() &&
 		(s.InNetworks(r.route.Dst) || r.route.IsDetour())
@@ -74,8 +74,7 @@ func parseRoute(payload []byte) routeReply {
 	return r
 }
 
-// parseMTU returns the MTU in the metrics of a route, or 0 if there is none. It also returns 0 for an
-// IPv6 route if the MTU is not locked, because the kernel ignores it for packets that it forwards.
+// parseMTU returns 0 if the metrics of a route contain no MTU that counts.
 func parseMTU(metrics []byte, family uint8) int {
 	var mtu, locked uint32
 	for a := range attributes(metrics) {
@@ -87,14 +86,13 @@ func parseMTU(metrics []byte, family uint8) int {
 		}
 	}
 	if family == unix.AF_INET6 && locked&(1<<unix.RTAX_MTU) == 0 {
-		return 0
+		return 0 // the kernel ignores it for packets that it forwards
 	}
 	return int(mtu)
 }
 
-// elsewhere reports whether the destination of a route is outside the scope, and the
-// route does not have flanneld's protocol number. It parses as little as possible,
-// because nearly all routes of a router are such routes.
+// elsewhere reports whether a route of another program leads out of the scope, as nearly all routes of
+// a router do. It parses as little as possible.
 func elsewhere(payload []byte, s dataplane.Scope) bool {
 	if len(payload) < unix.SizeofRtMsg || payload[5] == dataplane.Protocol {
 		return false
@@ -108,7 +106,6 @@ func elsewhere(payload []byte, s dataplane.Scope) bool {
 	return true // a default route
 }
 
-// parseAddress returns the address in a message, with its prefix length.
 func parseAddress(payload []byte) netip.Prefix {
 	var address, local netip.Addr
 	for a := range attributes(payload[unix.SizeofIfAddrmsg:]) {
@@ -133,8 +130,7 @@ type neighbour struct {
 	aged     bool // the message contains the age of the entry; the second announcement of an FDB write does not
 }
 
-// parseNeighbour parses a neighbour or FDB message, which contains a struct ndmsg.
-// permanent reports whether the entry is permanent.
+// parseNeighbour parses a message with a struct ndmsg.
 func parseNeighbour(payload []byte) (n neighbour, permanent bool) {
 	for a := range attributes(payload[unix.SizeofNdMsg:]) {
 		switch a.typ {
@@ -151,5 +147,5 @@ func parseNeighbour(payload []byte) (n neighbour, permanent bool) {
 	return n, binary.NativeEndian.Uint16(payload[8:])&unix.NUD_PERMANENT != 0
 }
 
-// linkFlags returns the flags in a message that contains a struct ifinfomsg.
+// linkFlags returns the flags in a struct ifinfomsg.
 func linkFlags(payload []byte) uint32 { return binary.NativeEndian.Uint32(payload[8:]) }

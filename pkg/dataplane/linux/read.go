@@ -39,6 +39,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 	if len(s.Networks) == 0 {
 		return state, nil
 	}
+
 	if err := k.readNexthops(ctx); err != nil {
 		return state, err
 	}
@@ -46,7 +47,6 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 	if s.Connected {
 		readRoutes = k.readConnected
 	}
-
 	for _, f := range families(s) {
 		if err := readRoutes(ctx, f, s, state); err != nil {
 			return state, err
@@ -73,7 +73,7 @@ func families(s dataplane.Scope) []uint8 {
 	return fs
 }
 
-// readLink adds the named link to state and returns its index, or 0 if it does not exist.
+// readLink adds the named link to state. It returns index 0 if the device does not exist.
 func (k *Kernel) readLink(name string, s dataplane.Scope, state dataplane.State) (int, error) {
 	link, err := k.links.LinkByName(name)
 	if errors.As(err, &netlink.LinkNotFoundError{}) {
@@ -82,6 +82,7 @@ func (k *Kernel) readLink(name string, s dataplane.Scope, state dataplane.State)
 	if err != nil {
 		return 0, fmt.Errorf("read link %s: %w", name, err)
 	}
+
 	attrs := link.Attrs()
 	l := dataplane.Link{Name: name, Kind: link.Type(), MTU: attrs.MTU, Up: attrs.Flags&unix.IFF_UP != 0}
 	if len(attrs.HardwareAddr) == len(l.MAC) { // a tunnel has an IP address there
@@ -106,7 +107,7 @@ func (k *Kernel) readLink(name string, s dataplane.Scope, state dataplane.State)
 	}
 	if s.TxChecksum {
 		l.TxChecksum, err = k.readTxChecksum(name)
-		if errors.Is(err, unix.ENODEV) {
+		if errors.Is(err, unix.ENODEV) { // deleted meanwhile
 			return 0, nil
 		}
 		if err != nil {
@@ -136,9 +137,8 @@ func (k *Kernel) readAddrs(ctx context.Context, dev device, s dataplane.Scope, s
 // creates for addresses.
 const connectedMetric = 256
 
-// readConnected adds to state the routes that the kernel creates for the addresses of all
-// devices, if their destinations lie in the networks of s. It reads the addresses and not
-// the routes.
+// readConnected implements Scope.Connected: it derives from the addresses of all devices the routes that
+// the kernel creates for them.
 func (k *Kernel) readConnected(ctx context.Context, family uint8, s dataplane.Scope, state dataplane.State) error {
 	found, err := k.dumpAddrs(ctx, family, 0)
 	if err != nil {
@@ -170,7 +170,7 @@ type address struct {
 	index  int          // of the device
 }
 
-// dumpAddrs returns the addresses of a device, or of all devices if index is 0.
+// dumpAddrs takes index 0 as all devices.
 func (k *Kernel) dumpAddrs(ctx context.Context, family uint8, index int) (found []address, err error) {
 	err = k.sock.dump(ctx, func(m *message) {
 		body := make([]byte, unix.SizeofIfAddrmsg)
@@ -185,14 +185,12 @@ func (k *Kernel) dumpAddrs(ctx context.Context, family uint8, index int) (found 
 	return found, err
 }
 
-// dumpNeighs calls the function each with every permanent entry of dev in the neighbour table
-// of family. With unix.AF_BRIDGE it reads the FDB, and only the entries of the device itself
-// and not of a bridge. It calls reset before every attempt, because an attempt that was
-// interrupted has already passed entries to the function each.
+// dumpNeighs calls each with every permanent entry of dev in the neighbour table of family, or with
+// unix.AF_BRIDGE in the FDB. It calls reset before every attempt, as dump does.
 func (k *Kernel) dumpNeighs(ctx context.Context, family uint8, dev device, reset func(), each func(neighbour)) error {
 	var wanted uint8
 	if family == unix.AF_BRIDGE {
-		wanted = unix.NTF_SELF
+		wanted = unix.NTF_SELF // the entries of the device itself and not of a bridge
 	}
 	return k.sock.dump(ctx, func(m *message) {
 		m.begin(unix.RTM_GETNEIGH, 0, ndmsg(family, 0, 0, 0)...)
@@ -251,15 +249,17 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 		body[0] = family
 		body[4] = unix.RT_TABLE_MAIN
 		m.begin(unix.RTM_GETROUTE, 0, body...)
-	}, func() { found, others = nil, nil }, func(typ uint16, payload []byte) {
+	}, func() {
+		found = nil
+		others = nil
+	}, func(typ uint16, payload []byte) {
 		if typ != unix.RTM_NEWROUTE || elsewhere(payload, s) {
 			return
 		}
 		r := parseRoute(payload)
-		switch {
-		case r.mayConcern(s):
+		if r.mayConcern(s) {
 			found = append(found, r)
-		case r.route.NexthopID != 0: // may belong to another flanneld on this host
+		} else if r.route.NexthopID != 0 { // may belong to another flanneld on this host
 			others = append(others, r.route.NexthopID)
 		}
 	})
@@ -269,6 +269,7 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 	if err != nil {
 		return fmt.Errorf("dump routes: %w", err)
 	}
+
 	k.nexthops.markUsedByOthers(others)
 	names := map[int]string{0: ""}
 	for _, r := range found {

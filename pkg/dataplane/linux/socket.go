@@ -84,15 +84,13 @@ func (s *socket) close() error {
 	return unix.Close(fd)
 }
 
-// control calls f with the socket's descriptor.
 func (s *socket) control(f func(fd int) error) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return f(s.fd)
 }
 
-// port returns the socket's netlink address. The kernel writes this address into the
-// announcements of changes that were requested through the socket.
+// port returns the netlink address of the socket, which is in the announcements of its changes.
 func (s *socket) port() (uint32, error) {
 	var port uint32
 	err := s.control(func(fd int) error {
@@ -105,19 +103,18 @@ func (s *socket) port() (uint32, error) {
 	return port, err
 }
 
-// send sends n messages and returns the errors of the messages that failed, by index. build
-// appends message i, from 0. A failure does not stop the messages after it. If ctx ends, the
-// messages that were not yet sent fail.
+// send sends n messages, which build appends, and returns the errors by index. A failure does not stop
+// the messages after it. If ctx ends, the messages that were not yet sent fail.
 func (s *socket) send(ctx context.Context, n int, build func(i int, m *message)) map[int]error {
 	return s.sendGroups(ctx, n, 1, build)
 }
 
-// sendGroups is like send for n groups of size messages each: build gets i from 0 to
-// n*size-1. The messages of a group are in one datagram, so that the kernel receives all of
-// them or none.
+// sendGroups is like send for n groups of size messages each. The messages of a group are in one
+// datagram, so that the kernel receives all of them or none.
 func (s *socket) sendGroups(ctx context.Context, n, size int, build func(i int, m *message)) map[int]error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+
 	failed := map[int]error{}
 	n *= size
 	perDatagram := chunk - chunk%size
@@ -142,11 +139,10 @@ func failAll(failed map[int]error, from, to int, err error) {
 	}
 }
 
-// sendChunk sends the messages start to end-1 in one datagram, and adds the errors of
-// messages to failed. It returns an error if it cannot send or cannot read the answers.
-// Every message has its own sequence number, which the kernel repeats in an error. Only the
-// last message requests an acknowledgement.
+// sendChunk sends the messages start to end-1 in one datagram, and adds the errors of messages to
+// failed. Its own error is about the datagram.
 func (s *socket) sendChunk(start, end int, build func(i int, m *message), failed map[int]error) error {
+	// The kernel repeats the sequence number in an error. Only the last message is acknowledged.
 	m := message{buf: s.out[:0]}
 	first := s.seq + 1
 	for i := start; i < end; i++ {
@@ -157,11 +153,11 @@ func (s *socket) sendChunk(start, end int, build func(i int, m *message), failed
 		}
 		m.finish(s.seq)
 	}
-
 	s.out = m.buf
 	if err := s.write(m.buf); err != nil {
 		return err
 	}
+
 	last := s.seq
 	for {
 		done := false
@@ -181,9 +177,8 @@ func (s *socket) sendChunk(start, end int, build func(i int, m *message), failed
 	}
 }
 
-// dump sends the request that build appends, and calls the function each with every message
-// of the answer. It repeats a dump that was interrupted, and calls reset before every
-// attempt. It returns errInterrupted if all of dumpTries attempts were interrupted.
+// dump calls each with every message of the answer. It repeats a dump that was interrupted, and calls
+// reset before every attempt, because the last one has called each already.
 func (s *socket) dump(ctx context.Context, build func(m *message), reset func(), each func(typ uint16, payload []byte)) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -200,15 +195,21 @@ func (s *socket) dump(ctx context.Context, build func(m *message), reset func(),
 	return errInterrupted
 }
 
-func (s *socket) dumpOnce(build func(m *message), each func(typ uint16, payload []byte)) error {
+// request sends one message, to which the answers have the sequence number s.seq.
+func (s *socket) request(flags uint16, build func(m *message)) error {
 	var m message
 	s.seq++
 	build(&m)
-	m.setFlags(unix.NLM_F_DUMP)
+	m.setFlags(flags)
 	m.finish(s.seq)
-	if err := s.write(m.buf); err != nil {
+	return s.write(m.buf)
+}
+
+func (s *socket) dumpOnce(build func(m *message), each func(typ uint16, payload []byte)) error {
+	if err := s.request(unix.NLM_F_DUMP, build); err != nil {
 		return err
 	}
+
 	interrupted := false
 	done := false
 	for !done {
@@ -242,16 +243,11 @@ func (s *socket) dumpOnce(build func(m *message), each func(typ uint16, payload 
 	return nil
 }
 
-// ask sends a request that has a single answer, and calls answer with it. If the kernel
-// answers with an error, ask returns that error and does not call answer.
+// ask sends a request that has a single answer. It returns the kernel's error, or calls answer.
 func (s *socket) ask(build func(m *message), answer func(typ uint16, payload []byte)) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var m message
-	s.seq++
-	build(&m)
-	m.finish(s.seq)
-	if err := s.write(m.buf); err != nil {
+	if err := s.request(0, build); err != nil {
 		return err
 	}
 
@@ -283,7 +279,7 @@ func (s *socket) write(b []byte) error {
 	}
 }
 
-// header contains the fields of struct nlmsghdr that are needed.
+// header has the fields of struct nlmsghdr that are needed.
 type header struct {
 	Len   uint32
 	Type  uint16
@@ -291,9 +287,7 @@ type header struct {
 	Seq   uint32
 }
 
-// receive reads one datagram from the kernel and calls the function each with every message
-// in it, until a call returns an error. receive returns that error. It also returns an error
-// if it cannot read a datagram, or if the length in a message is wrong.
+// receive reads one datagram from the kernel, and calls each with every message until it fails.
 func (s *socket) receive(each func(h header, payload []byte) error) error {
 	buf := s.buffers.get()
 	defer s.buffers.put(buf)
@@ -301,6 +295,7 @@ func (s *socket) receive(each func(h header, payload []byte) error) error {
 	if err != nil {
 		return err
 	}
+
 	b := (*buf)[:n]
 	for len(b) >= unix.NLMSG_HDRLEN {
 		h := header{
@@ -320,8 +315,7 @@ func (s *socket) receive(each func(h header, payload []byte) error) error {
 	return nil
 }
 
-// read reads one datagram. If buf is too small, read returns an error and makes buf large
-// enough for the next try.
+// read reads one datagram. If buf is too small, the next try succeeds.
 func (s *socket) read(buf *[]byte) (int, error) {
 	for {
 		n, _, flags, from, err := unix.Recvmsg(s.fd, *buf, nil, unix.MSG_TRUNC)
@@ -344,8 +338,7 @@ func (s *socket) read(buf *[]byte) (int, error) {
 	}
 }
 
-// replyError returns the error in an NLMSG_ERROR message, with the kernel's explanation
-// if there is one. It returns nil for an acknowledgement.
+// replyError decodes an NLMSG_ERROR message. It returns nil for an acknowledgement.
 func replyError(h header, payload []byte) error {
 	if len(payload) < 4+unix.NLMSG_HDRLEN {
 		return errors.New("short rtnetlink error message")
@@ -355,6 +348,8 @@ func replyError(h header, payload []byte) error {
 	if err == nil || h.Flags&unix.NLM_F_ACK_TLVS == 0 {
 		return err
 	}
+
+	// The kernel's explanation comes after the request, or after its header if that is capped.
 	skip := 4 + unix.NLMSG_HDRLEN
 	if h.Flags&unix.NLM_F_CAPPED == 0 {
 		request := binary.NativeEndian.Uint32(payload[4:])

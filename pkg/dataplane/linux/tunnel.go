@@ -19,8 +19,7 @@ import (
 // option of 8 bytes that limits the nesting of tunnels.
 const ignoreEncapLimit = 1
 
-// tunnel returns want as a netlink.Link. Attributes that it does not set have the same
-// value as with other flannel daemons: TTL and TOS of the inner packet, and no path MTU
+// tunnel leaves attributes as other flannel daemons do: TTL and TOS of the inner packet, and no path MTU
 // discovery.
 func tunnel(want dataplane.Link) netlink.Link {
 	attrs := netlink.LinkAttrs{Name: want.Name, MTU: want.MTU}
@@ -36,11 +35,12 @@ func (k *Kernel) createTunnel(want dataplane.Link) error {
 	if !errors.Is(err, unix.EEXIST) {
 		return err
 	}
+
+	// Name the device that is in the way.
 	links, listErr := k.links.LinkList()
 	if listErr != nil {
 		return oneline.Join(err, listErr)
 	}
-
 	for _, l := range links {
 		if name := l.Attrs().Name; l.Type() == want.Kind && readTunnel(l).Local == want.Tunnel.Local {
 			return fmt.Errorf("%w: %s is a tunnel from %s to anywhere already: remove it (ip link delete %s) if nothing else needs it",
@@ -58,7 +58,7 @@ func (k *Kernel) changeTunnel(want dataplane.Link) error {
 	return nil
 }
 
-// readTunnel returns the parameters of a tunnel device. They are zero for other devices.
+// readTunnel returns zero for other devices.
 func readTunnel(link netlink.Link) dataplane.Tunnel {
 	var t dataplane.Tunnel
 	var local, remote net.IP

@@ -74,7 +74,6 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 	errs := k.sock.send(ctx, len(ready), func(i int, m *message) {
 		encode(m, ready[i], indexes[dataplane.DeviceOf(ready[i].Object)])
 	})
-
 	k.detour(ctx, ready, indexes, errs)
 	done := ready[:0]
 	for i, op := range ready {
@@ -111,7 +110,8 @@ func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[st
 	for i, op := range ops {
 		r, ok := op.Object.(dataplane.Route)
 		if ok && !op.Delete && r.OnLink && r.Gateway.Is6() && errors.Is(errs[i], unix.EINVAL) {
-			again, copies = append(again, i), append(copies, k.beforeDetour(r, indexes[r.Dev]))
+			again = append(again, i)
+			copies = append(copies, k.beforeDetour(r, indexes[r.Dev]))
 		}
 	}
 
@@ -146,14 +146,12 @@ func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[st
 }
 
 // beforeDetour returns the copy for detour: the route that packets to the gateway of r take, for the
-// gateway alone. index is the index of r's device. beforeDetour returns the detour itself, so that no copy
-// is made, if the destination of r contains the gateway, because packets to the gateway may then take the
-// device of r. It also returns the detour if the route to copy does not exist, is not in the main table,
-// is not unicast, or has several next hops or a nexthop object. The kernel then refuses to create the
-// detour a second time and to delete it a second time.
+// gateway alone. index is that of r's device.
 func (k *Kernel) beforeDetour(r dataplane.Route, index int) routeReply {
+	// If there is nothing to copy, before is the detour itself. The kernel then refuses the second
+	// attempts to create and to delete it, which does no harm.
 	before := routeReply{route: dataplane.NewDetour(r.Gateway, r.Dev), oif: index}
-	if r.Dst.Contains(r.Gateway) {
+	if r.Dst.Contains(r.Gateway) { // so packets to the gateway may take the device of r
 		return before
 	}
 
@@ -169,8 +167,7 @@ func (k *Kernel) beforeDetour(r dataplane.Route, index int) routeReply {
 	return before
 }
 
-// harmless reports whether err means that the kernel is already in the state that op
-// should reach.
+// harmless reports whether the kernel is already in the state that op should reach.
 func harmless(op *dataplane.Op, err error) bool {
 	if !op.Delete {
 		return errors.Is(err, unix.EEXIST) && !op.Exclusive
@@ -189,7 +186,6 @@ func harmless(op *dataplane.Op, err error) bool {
 	return false
 }
 
-// encode appends the message for op to m.
 func encode(m *message, op *dataplane.Op, index int) {
 	flags := uint16(unix.NLM_F_CREATE | unix.NLM_F_REPLACE)
 	verb := func(put, del uint16) uint16 {
@@ -246,9 +242,9 @@ func encodeRoute(m *message, typ, flags uint16, r dataplane.Route, index int) {
 	scope := uint8(unix.RT_SCOPE_UNIVERSE)
 	deleting := typ == unix.RTM_DELROUTE
 	if deleting {
-		scope, rtflags = unix.RT_SCOPE_NOWHERE, 0 // any scope
+		scope = unix.RT_SCOPE_NOWHERE // any scope
+		rtflags = 0
 	}
-
 	m.begin(typ, flags, rtmsg(r.Dst, r.TOS, unix.RT_TABLE_MAIN, r.Protocol, scope, uint8(r.Type), rtflags)...)
 	m.addr(unix.RTA_DST, r.Dst.Addr())
 	if r.Priority != 0 {
@@ -263,19 +259,19 @@ func encodeRoute(m *message, typ, flags uint16, r dataplane.Route, index int) {
 		})
 	}
 
-	switch {
-	case r.NexthopID != 0: // the kernel refuses a gateway or device beside the id, or does not find the route
+	if r.NexthopID != 0 { // the kernel refuses a gateway or device beside the id, or does not find the route
 		m.attr32(rtaNexthopID, r.NexthopID)
-	case deleting && r.Multipath:
-	default:
-		switch {
-		case r.Gateway.IsValid():
-			m.addr(unix.RTA_GATEWAY, r.Gateway)
-		case deleting && r.Dst.Addr().Is6(): // without a gateway, routes with one would match too
-			m.addr(unix.RTA_GATEWAY, netip.IPv6Unspecified())
-		}
-		if index != 0 {
-			m.attr32(unix.RTA_OIF, uint32(index))
-		}
+		return
+	}
+	if deleting && r.Multipath {
+		return
+	}
+	if r.Gateway.IsValid() {
+		m.addr(unix.RTA_GATEWAY, r.Gateway)
+	} else if deleting && r.Dst.Addr().Is6() { // without a gateway, routes with one would match too
+		m.addr(unix.RTA_GATEWAY, netip.IPv6Unspecified())
+	}
+	if index != 0 {
+		m.attr32(unix.RTA_OIF, uint32(index))
 	}
 }
