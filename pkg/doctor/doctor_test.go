@@ -169,7 +169,7 @@ func TestDoctor(t *testing.T) {
 		{name: "bridge of a former subnet", facts: func(h *Facts) { h.Bridges[0].Addresses[0] = netip.MustParsePrefix("10.5.9.1/24") }, want: "cni0 has the address 10.5.9.1/24, but this host's subnet is 10.5.49.0/24", fix: "ip link delete cni0", word: "bridge"},
 		{name: "bridge MTU smaller than that of pods", facts: func(h *Facts) { h.Bridges[0].MTU = 1280 }, want: "cni0 has MTU 1280, its pods have 1450", fix: "ip link set cni0 mtu 1450", word: "mtu"},
 		{name: "bridge and pods with a small MTU", facts: func(h *Facts) { h.Bridges[0].MTU, h.Bridges[0].PortMTU = 1280, 1280 }},
-		{name: "bridge without pods", facts: func(h *Facts) { h.Bridges[0].PortMTU, h.Ways = 0, nil }},
+		{name: "bridge without pods", facts: func(h *Facts) { h.Bridges[0].MTU, h.Bridges[0].PortMTU, h.Ways = 1500, 0, nil }},
 		{name: "device does not forward", change: map[string]string{"proc/sys/net/ipv4/conf/flannel.1/forwarding": "0"}, facts: func(h *Facts) { h.Ways[1].Route = Route{Err: syscall.EHOSTUNREACH} }, want: "flannel.1 does not forward IPv4", fix: "net/ipv4/conf/flannel.1/forwarding=1", word: "forwarding"},
 		{name: "rule for another table", facts: ruled(Rule{Priority: 5270, From: netip.PrefixFrom(pod, 24).Masked(), Table: 52}, Route{Dev: "tailscale0", Table: 52}), want: "pods do not reach 10.5.7.0/24: a rule with priority 5270 looks up packets from pods in table 52, which leads to dev tailscale0", fix: "ip rule add pref 5269 to 10.5.0.0/16 lookup main", word: "rule"},
 		{name: "rule for a table with the same route", facts: ruled(Rule{Priority: 5270, Table: 52}, Route{Dev: "flannel.1", Via: peer.Addr(), Table: 52})},

@@ -281,7 +281,7 @@ func (h Facts) bridges() []Finding {
 		}
 
 		switch {
-		case mtu > 0 && b.MTU > mtu:
+		case mtu > 0 && b.PortMTU > 0 && b.MTU > mtu: // without ports the kernel sets 1500
 			found = append(found, cut("mtu",
 				fmt.Sprintf("%s has MTU %d, the network carries %d (%s has %d): large packets are lost or slow", b.Name, b.MTU, mtu, external.Name, external.MTU),
 				fmt.Sprintf("ip link set %s mtu %d, and restart the pods; or set the MTU of %s", b.Name, mtu, external.Name)))
