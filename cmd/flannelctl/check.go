@@ -54,6 +54,7 @@ func newCheckCommand() *cobra.Command {
 		out     output
 		socket  string
 		only    []string
+		pod     podFlags
 	)
 
 	cmd := &cobra.Command{
@@ -69,8 +70,12 @@ It needs root. The address in the network is that of the tunnel device (10.5.7.0
 10.5.7.0/24). With host-gw, alloc, aws-vpc, gce, ali-vpc, tencent-vpc and extension, which have no device, it is
 that of the pods' bridge (10.5.7.1), which exists only if the host has pods. If only
 that does not answer, the result is unknown: the exit code stays 0, and in JSON ok is
-false.`,
-		Example: "  flannelctl check\n  flannelctl check --peer 192.0.2.12 -o json",
+false.
+
+With --pod it sends from a pod, which it adds through the CNI configuration of this
+host and always removes: first to the gateway, the bridge of this host, then to the
+bridge of every peer. The column HALF says how far packets pass.`,
+		Example: "  flannelctl check\n  flannelctl check --peer 192.0.2.12 -o json\n  flannelctl check --pod --target 10.5.7.2,10.96.0.1:443",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			peers, err := parsePeers(only)
 			if err != nil {
@@ -80,12 +85,16 @@ false.`,
 			if err != nil {
 				return err
 			}
+			if pod.use {
+				return checkPod(cmd, r, peers, pod, out)
+			}
 			return check(cmd, r, peers, out)
 		},
 	}
 
 	out.addTo(cmd)
 	network = addNetworkTo(cmd)
+	pod.addTo(cmd)
 	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
 	cmd.Flags().StringSliceVar(&only, "peer", nil, "check only these peers, by public address or subnet")
 	return cmd

@@ -21,9 +21,9 @@ func main() {
 	}
 }
 
-// exitCode returns 2 if the command could not ask flanneld, and otherwise 1.
+// exitCode returns 2 if the command could not ask flanneld or send from a pod, and otherwise 1.
 func exitCode(err error) int {
-	if errors.As(err, &unknownError{}) {
+	if errors.As(err, &unknownError{}) || errors.Is(err, errCannotAsk) {
 		return 2
 	}
 	return 1

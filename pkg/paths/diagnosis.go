@@ -61,35 +61,64 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	}
 
 	_, outerErr := s.echo(ctx, p.PublicIP, smallPacket)
-	rtt, err := s.echo(ctx, inner, smallPacket)
-	if err != nil && s.await(ctx) == nil && s.refused(ctx, inner) {
-		v.OK, v.Advice = true, inner.String()+" answers TCP but no pings (icmp filtered): the network works, its MTU is not checked"
-		return v
-	}
+	mtu := n.mtu(p)
+	r := s.reach(ctx, inner, mtu)
+	v.RTT = r.rtt
+	v.Largest = r.largest
 
 	switch {
-	case err != nil && outerErr != nil:
+	case r.filtered:
+		v.OK, v.Advice = true, inner.String()+" "+filteredText
+	case r.broken == Tunnel && outerErr != nil:
 		return fail(Underlay, outerErr, p.PublicIP.String()+" does not answer either: check the host and the path to it")
-	case err != nil && !n.Devices:
-		return fail(Unknown, err, fmt.Sprintf("the host answers, %s does not: no pods have a bridge there yet, a firewall drops packets to them, or a router or cloud in between drops packets of pods (source/destination check)", inner))
-	case err != nil:
-		return fail(Tunnel, err, fmt.Sprintf("the host answers, its end of the network does not: a firewall drops the packets of the backend (%s), or something on that host: run flannelctl doctor there", n.packets()))
-	}
-
-	v.RTT = rtt
-	mtu := n.mtu(p)
-	if _, err := s.unfragmented(ctx, inner, mtu); err != nil {
-		v.Largest = s.largest(ctx, inner, mtu)
-		return fail(MTU, err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay, or the interface of one of both hosts, has a smaller MTU than this interface: set the interface's MTU, or with vxlan, ipip, udp and wireguard Backend.MTU to \"probe\"", v.Largest, mtu))
-	}
-	if err = s.await(ctx); err == nil {
-		err = answered(s.knock(ctx, inner))
-	}
-	if err != nil {
-		return fail(Checksum, err, `pings pass, TCP does not: a firewall drops it, or a network card or kernel corrupts checksums: with vxlan try "ChecksumOffload": "off"`)
+	case r.broken == Tunnel && !n.Devices:
+		return fail(Unknown, r.err, fmt.Sprintf("the host answers, %s does not: no pods have a bridge there yet, a firewall drops packets to them, or a router or cloud in between drops packets of pods (source/destination check)", inner))
+	case r.broken == Tunnel:
+		return fail(Tunnel, r.err, fmt.Sprintf("the host answers, its end of the network does not: a firewall drops the packets of the backend (%s), or something on that host: run flannelctl doctor there", n.packets()))
+	case r.broken == MTU:
+		return fail(MTU, r.err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay, or the interface of one of both hosts, has a smaller MTU than this interface: set the interface's MTU, or with vxlan, ipip, udp and wireguard Backend.MTU to \"probe\"", v.Largest, mtu))
+	case r.broken == Checksum:
+		return fail(Checksum, r.err, `pings pass, TCP does not: a firewall drops it, or a network card or kernel corrupts checksums: with vxlan try "ChecksumOffload": "off"`)
 	}
 	v.OK = true
 	return v
+}
+
+// filteredText is the advice about an address that answers only TCP.
+const filteredText = "answers TCP but no pings (icmp filtered): the network works, its MTU is not checked"
+
+// reached says which packets pass to an address.
+type reached struct {
+	rtt      time.Duration
+	broken   Part // Tunnel, MTU or Checksum; empty if all packets pass
+	err      error
+	largest  int  // size in bytes of the largest packet that passes, if broken is MTU
+	filtered bool // TCP passes, and pings do not
+}
+
+// reach tries small packets to dst, then packets of size bytes, then TCP, and stops at the first that do not pass.
+func (s sender) reach(ctx context.Context, dst netip.Addr, size int) (r reached) {
+	r.rtt, r.err = s.echo(ctx, dst, smallPacket)
+	if r.err != nil {
+		if s.await(ctx) == nil && s.refused(ctx, dst) {
+			return reached{filtered: true}
+		}
+		r.broken = Tunnel
+		return r
+	}
+
+	if _, r.err = s.unfragmented(ctx, dst, size); r.err != nil {
+		r.broken = MTU
+		r.largest = s.largest(ctx, dst, size)
+		return r
+	}
+	if r.err = s.await(ctx); r.err == nil {
+		r.err = answered(s.knock(ctx, dst))
+	}
+	if r.err != nil {
+		r.broken = Checksum
+	}
+	return r
 }
 
 // try waits until one more packet may be sent, then sends an echo request and returns the time to its

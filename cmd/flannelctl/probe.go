@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"encoding/json"
+	"io"
+	"net"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/flanneld/flanneld/pkg/paths"
+	"github.com/flanneld/flanneld/pkg/ping"
+)
+
+// reach is what passes from a pod to a target.
+type reach struct {
+	To      string  `json:"to"`
+	OK      bool    `json:"ok"`
+	RTT     float64 `json:"rttMilliseconds,omitempty"`
+	Broken  string  `json:"broken,omitempty"`
+	Largest int     `json:"largest,omitempty"`
+	Advice  string  `json:"advice,omitempty"`
+}
+
+// newProbeCommand returns the program of the pods of check --pod and of connectivity test.
+func newProbeCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use: "probe [TARGET]...", Short: "Try to reach targets from the pod of a check", Hidden: true,
+		Long: `Sends small and full-size packets to each target, and prints the results as JSON. A
+target is an address, or an address with a TCP port. Without arguments it reads the
+targets from standard input, until its end. It needs CAP_NET_RAW.`,
+		Example: "  flannelctl probe 10.5.7.1 10.96.0.1:443",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				text, err := io.ReadAll(cmd.InOrStdin())
+				if err != nil {
+					return err
+				}
+				args = strings.Fields(string(text))
+			}
+
+			targets, err := parseTargets(args)
+			if err != nil {
+				return err
+			}
+			results, err := probe(cmd, targets)
+			if err != nil {
+				return err
+			}
+			return json.NewEncoder(cmd.OutOrStdout()).Encode(results)
+		},
+	}
+	return cmd
+}
+
+func parseTargets(texts []string) ([]paths.Target, error) {
+	var targets []paths.Target
+	for _, text := range texts {
+		t, err := paths.ParseTarget(text)
+		if err != nil {
+			return nil, err
+		}
+		targets = append(targets, t)
+	}
+	return targets, nil
+}
+
+// podInterface is the interface of pods. All runtimes of Kubernetes give it this name.
+const podInterface = "eth0"
+
+// probe tries all targets, and returns the results in the order of the targets.
+func probe(cmd *cobra.Command, targets []paths.Target) ([]reach, error) {
+	eth0, err := net.InterfaceByName(podInterface)
+	if err != nil {
+		return nil, err
+	}
+	pinger := ping.NewPinger()
+	defer pinger.Close()
+
+	var mu sync.Mutex
+	results := make([]reach, len(targets))
+	group, ctx := errgroup.WithContext(cmd.Context())
+	group.SetLimit(checkAtOnce)
+	for i, t := range targets {
+		group.Go(func() error {
+			v := paths.Reach(ctx, pinger, t, eth0.MTU)
+			mu.Lock()
+			defer mu.Unlock()
+			results[i] = reach{
+				To: t.String(), OK: v.OK, RTT: float64(v.RTT) / float64(time.Millisecond),
+				Broken: string(v.Broken), Largest: v.Largest, Advice: v.Advice,
+			}
+			return ctx.Err()
+		})
+	}
+	return results, group.Wait()
+}
