@@ -100,7 +100,7 @@ func (m *Manager) relationTo(c subnet.Claim, may *rights, others []string) func(
 			return foreign
 		case m.self.Load().granted(&e), m.isOwn(e), m.isResumed(e):
 			return proven
-		case e.err == nil && (samePublicIP(e.lease, c) || hasIdentity(e.lease, identities)):
+		case e.err == nil && (samePublicIP(e.lease, c) || codec.HasIdentity(e.lease.Endpoints, identities)):
 			return likely
 		}
 		return foreign
@@ -130,7 +130,7 @@ func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []entry) (
 	ours := slices.Concat(known, codec.Identities(c.Endpoints))
 
 	for _, e := range entries {
-		if relationOf(e) != likely || e.lease.BackendType == "" || hasIdentity(e.lease, ours) || overlap(e.subnets, m.previous(c)) {
+		if relationOf(e) != likely || e.lease.BackendType == "" || codec.HasIdentity(e.lease.Endpoints, ours) || overlap(e.subnets, m.previous(c)) {
 			continue
 		}
 		if len(known) > 0 && len(codec.Identities(e.lease.Endpoints)) > 0 {
@@ -163,10 +163,4 @@ func samePublicIP(l subnet.Lease, c subnet.Claim) bool {
 		}
 	}
 	return false
-}
-
-// hasIdentity reports whether the backend data of l has one of these identities.
-func hasIdentity(l subnet.Lease, identities []string) bool {
-	return len(identities) > 0 &&
-		slices.ContainsFunc(codec.Identities(l.Endpoints), func(id string) bool { return slices.Contains(identities, id) })
 }

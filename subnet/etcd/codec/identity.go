@@ -3,6 +3,7 @@
 package codec
 
 import (
+	"bytes"
 	"encoding/json"
 	"slices"
 
@@ -22,6 +23,18 @@ func Identities(es []subnet.Endpoint) []string {
 		}
 	}
 	return ids
+}
+
+// HasIdentity reports whether the backend data of these endpoints has one of ids. It decodes only data
+// that can have one, because at a start a host asks this about each of thousands of leases.
+func HasIdentity(es []subnet.Endpoint, ids []string) bool {
+	mayHave := func(raw json.RawMessage) bool {
+		// JSON can write each character of an identity as an escape sequence.
+		return bytes.IndexByte(raw, '\\') >= 0 || slices.ContainsFunc(ids, func(id string) bool { return bytes.Contains(raw, []byte(id)) })
+	}
+
+	return slices.ContainsFunc(es, func(e subnet.Endpoint) bool { return mayHave(e.Data) || mayHave(e.NextData) }) &&
+		slices.ContainsFunc(Identities(es), func(id string) bool { return slices.Contains(ids, id) })
 }
 
 // appendIdentities also finds identities in objects inside of data, such as that of a tunnel in

@@ -34,3 +34,28 @@ func TestIdentities(t *testing.T) {
 		}
 	}
 }
+
+func TestHasIdentity(t *testing.T) {
+	const mac = "02:00:00:00:00:01"
+	for data, want := range map[string]bool{
+		``: false,
+		`{"VNI":1,"VtepMAC":"02:00:00:00:00:02"}`: false,
+		`{"VNI":1,"VtepMAC":"` + mac + `"}`:       true,
+		`{"VtepMAC":"\u00302:00:00:00:00:01"}`:    true,
+		`{"PublicEndpoint":"` + mac + `"}`:        false,
+	} {
+		for _, e := range []subnet.Endpoint{{Data: json.RawMessage(data)}, {NextData: json.RawMessage(data)}} {
+			if got := HasIdentity([]subnet.Endpoint{{}, e}, []string{"k", mac}); got != want {
+				t.Errorf("HasIdentity(%s) = %v, want %v", data, got, want)
+			}
+		}
+	}
+
+	if HasIdentity([]subnet.Endpoint{{Data: json.RawMessage(`{"VtepMAC":"` + mac + `"}`)}}, nil) {
+		t.Error("HasIdentity is true without identities")
+	}
+	others := []subnet.Endpoint{{Data: json.RawMessage(`{"VNI":1,"VtepMAC":"02:00:00:00:00:02"}`)}}
+	if n := testing.AllocsPerRun(100, func() { HasIdentity(others, []string{mac}) }); n > 0 {
+		t.Errorf("data of another host costs %v allocations, want none because it need not be decoded", n)
+	}
+}
