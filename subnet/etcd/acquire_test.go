@@ -702,3 +702,34 @@ func TestLeaseWithDataOfAnotherHost(t *testing.T) {
 		})
 	}
 }
+
+// TestLeasesWithThisAddressAreReadWithinBounds starts a host whose public address is in 50 leases that
+// were created for other addresses. The host must read the first value of a few, and take none of them.
+func TestLeasesWithThisAddressAreReadWithinBounds(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configV4)
+	var last int64
+	for i := range 50 {
+		key := fmt.Sprintf("subnets/10.5.%d.0-24", i+1)
+		lease := f.grant(t, 60)
+		f.put(t, key, leaseValue(fmt.Sprintf("198.51.100.%d", i+1)), lease)
+		last = f.put(t, key, leaseValue("192.0.2.1"), lease)
+	}
+
+	m := f.manager(t)
+	var reads atomic.Int32
+	m.client.cfg.DialOptions = append(m.client.cfg.DialOptions, grpc.WithChainUnaryInterceptor(
+		func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+			if r, ok := req.(*pb.RangeRequest); ok && r.Revision != 0 && len(r.RangeEnd) == 0 {
+				reads.Add(1)
+			}
+			return invoke(ctx, method, req, reply, cc, opts...)
+		}))
+	own := acquire(t, m, claim("192.0.2.1"))
+	if int64(own.Order) <= last {
+		t.Errorf("took %s, a lease of another host", own.Key)
+	}
+	if n := reads.Load(); n < 1 || n > 2*mostFirstValues { // Recall and Acquire
+		t.Errorf("%d first values were read, want at least one and at most %d", n, 2*mostFirstValues)
+	}
+}

@@ -3,6 +3,7 @@
 package etcd
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -119,7 +120,9 @@ func (m *Manager) relationTo(c subnet.Claim, may *rights, others []string) func(
 //
 // If this host was installed again, its lease was created for its address. That is how flannel finds it, so
 // such a lease is not in the result. Neither is an entry without data, which the operator has written, a
-// subnet that this host had, or a lease whose history was compacted.
+// subnet that this host had, or a lease whose history was compacted. Every host can write leases with the
+// address of this one, so others reads the first value only of the oldest ones, and counts the rest as those
+// of other hosts.
 func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []entry) (keys []string, err error) {
 	relationOf := m.relationTo(c, nil, nil)
 	var known []string
@@ -128,16 +131,22 @@ func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []entry) (
 	}
 
 	ours := slices.Concat(known, codec.Identities(c.Endpoints))
+	var doubtful []entry
 
 	for _, e := range entries {
-		if relationOf(e) != likely || e.lease.BackendType == "" || codec.HasIdentity(e.lease.Endpoints, ours) || overlap(e.subnets, m.previous(c)) {
-			continue
-		}
-		if len(known) > 0 && len(codec.Identities(e.lease.Endpoints)) > 0 {
+		switch {
+		case relationOf(e) != likely || e.lease.BackendType == "" || codec.HasIdentity(e.lease.Endpoints, ours) || overlap(e.subnets, m.previous(c)):
+		case len(known) > 0 && len(codec.Identities(e.lease.Endpoints)) > 0:
 			keys = append(keys, e.key)
-			continue
+		case e.leased() && e.createRevision != e.modRevision:
+			doubtful = append(doubtful, e)
 		}
-		if !e.leased() || e.createRevision == e.modRevision {
+	}
+
+	slices.SortFunc(doubtful, func(x, y entry) int { return cmp.Compare(x.createRevision, y.createRevision) })
+	for i, e := range doubtful {
+		if i >= mostFirstValues {
+			keys = append(keys, e.key)
 			continue
 		}
 
@@ -151,6 +160,9 @@ func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []entry) (
 	}
 	return keys, nil
 }
+
+// mostFirstValues is the largest number of leases of which others reads the first value.
+const mostFirstValues = 8
 
 // samePublicIP reports whether l has the public address of c in the first family in which both have
 // one. Hosts behind one NAT may have the same address in the second family.
