@@ -53,8 +53,6 @@ type Config struct {
 	// begins, when it resumes after a failure, and when the configuration has changed. So the text
 	// may be the same as before. OnConfig must not block, and must not call the manager.
 	OnConfig func(text []byte)
-	// Interner saves memory in a program with many managers. It may be nil.
-	Interner *Interner
 }
 
 // margin returns how long before its end a lease with this TTL is renewed at the latest: see

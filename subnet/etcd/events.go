@@ -45,7 +45,6 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 				cache.drop(changed, []string{e.key})
 			}
 		default:
-			e = m.cfg.Interner.intern(e)
 			cache.drop(changed, cache.replaced(e, cache.entries))
 			m.logUndecodable(ctx, cache.entries[e.key], e)
 			cache.written(e)

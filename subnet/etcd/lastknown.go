@@ -49,7 +49,7 @@ func newLastKnown(cfg Config) *lastKnown {
 		if e.subnets, err = codec.ParseKey(e.key); err != nil || e.key == k.own || !matchesKey(e.lease, e.key) {
 			return nil
 		}
-		k.entries[e.key] = cfg.Interner.intern(e)
+		k.entries[e.key] = e
 	}
 	return k
 }

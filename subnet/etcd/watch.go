@@ -124,7 +124,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 
 	for i := range l.entries {
 		l.entries[i].value = nil
-		e := m.cfg.Interner.intern(&l.entries[i])
+		e := &l.entries[i]
 		cache.entries[e.key] = e
 		if cache.newest == nil || e.modRevision > cache.newest.modRevision {
 			cache.newest = e

@@ -22,7 +22,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
 // hostsChild makes this program run the managers of all hosts if it is the only argument. The
@@ -77,7 +76,6 @@ type Hosts struct {
 	hosts    map[int]*host
 	loaded   map[int]*host        // hosts that Load has created, until Start starts them
 	former   map[int]subnet.Lease // last leases of hosts that have been stopped
-	leases   etcd.Interner
 	// reference is the host that keeps the last known state. When it stops, its state is stored in
 	// known. Each host that starts with a last known state gets a copy of known. One state is enough,
 	// because all hosts know the same leases after a scenario.

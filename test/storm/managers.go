@@ -43,7 +43,6 @@ func (h *host) open(s Store, former *subnet.Lease) (manager, error) {
 	}
 	c := etcd.Config{
 		Endpoints: s.Etcd, Prefix: s.Prefix, TTL: s.TTL, RenewMargin: s.Margin, OnStatus: h.onStatus, OnLease: h.onLease,
-		Interner: &h.all.leases,
 	}
 	if former != nil {
 		c.Previous = []netip.Prefix{former.Endpoints[0].Subnet}
