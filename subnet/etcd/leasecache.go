@@ -19,10 +19,8 @@ type leaseCache struct {
 	configRevision int64             // revision up to which the configuration is known
 	stale          bool              // the leases must be listed before the next watch
 	another        bool              // the store is another one than that of the former cache, even if both have the same id
-	newest         *entry            // the entry that was written last, or nil; see newestEntry
 	// byAge has all entries, sorted by the revision of their last write, and some entries that the
-	// cache does not have any more. It is nil until newestEntry needs it, because newest is not the
-	// newest entry any more.
+	// cache does not have any more. It is nil if newestEntry has to sort them again.
 	byAge []*entry
 	// restored is the revision of the newest entry that came from the last known state. Other
 	// entries of that state have no revision. Zero: all entries were read in this run, or an audit
@@ -46,7 +44,6 @@ const spareAges = 100
 // written adds an entry that was just written, and so is the newest one.
 func (c *leaseCache) written(e *entry) {
 	c.entries[e.key] = e
-	c.newest = e
 	if c.byAge != nil {
 		c.byAge = append(c.byAge, e)
 	}
@@ -56,35 +53,28 @@ func (c *leaseCache) written(e *entry) {
 // is one.
 func (c *leaseCache) replace(e *entry) {
 	c.entries[e.key] = e
-	c.newest, c.byAge = nil, nil // e may have any age
+	c.byAge = nil // e may have any age
 }
 
 // newestEntry returns the entry that was written last of those that the store has, or nil if there
 // is none. known is false if the result is uncertain: entries from the last known state have no
-// revision, and one of them may be newer.
+// revision, and one of them may be newer. After a lease is gone, it does not look at all entries: with
+// 10,000 leases that would take as long as all else that a change takes.
 func (c *leaseCache) newestEntry() (newest *entry, known bool) {
-	valid := func(e *entry) bool {
+	if c.byAge == nil || len(c.byAge) > 2*len(c.entries)+spareAges {
+		c.byAge = slices.SortedFunc(maps.Values(c.entries), func(x, y *entry) int { return cmp.Compare(x.modRevision, y.modRevision) })
+	}
+
+	for i, e := range slices.Backward(c.byAge) {
 		_, expiring := c.expiring[e.key]
-		return c.entries[e.key] == e && !expiring
-	}
-	if c.newest == nil || !valid(c.newest) {
-		c.newest = nil
-		if len(c.byAge) == 0 || len(c.byAge) > 2*len(c.entries)+spareAges {
-			c.byAge = slices.SortedFunc(maps.Values(c.entries), func(x, y *entry) int { return cmp.Compare(x.modRevision, y.modRevision) })
-		}
-		for i := len(c.byAge) - 1; i >= 0 && c.newest == nil; i-- {
-			switch e := c.byAge[i]; {
-			case valid(e):
-				c.newest = e
-			case c.entries[e.key] != e && i == len(c.byAge)-1:
-				c.byAge = c.byAge[:i]
-			}
+		switch there := c.entries[e.key] == e; {
+		case there && !expiring:
+			return e, e.modRevision >= max(c.restored, 1)
+		case !there && i == len(c.byAge)-1:
+			c.byAge = c.byAge[:i]
 		}
 	}
-	if c.newest == nil {
-		return nil, true
-	}
-	return c.newest, c.newest.modRevision >= max(c.restored, 1)
+	return nil, true
 }
 
 // mayPrecede reports whether the cache may be an earlier state of the store that has the leases l.

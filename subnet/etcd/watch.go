@@ -126,9 +126,6 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 		l.entries[i].value = nil
 		e := &l.entries[i]
 		cache.entries[e.key] = e
-		if cache.newest == nil || e.modRevision > cache.newest.modRevision {
-			cache.newest = e
-		}
 		m.logUndecodable(ctx, old.entries[e.key], e)
 	}
 
