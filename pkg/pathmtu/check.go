@@ -31,14 +31,15 @@ const (
 	raiseEvery = 30 * time.Second
 )
 
-// check checks a path. If its size has changed, check sets and reports the new one, unless ctx has ended.
-// The caller has already waited for the limit for the first packet.
+// check checks a path, and sets and reports its size. The caller has already waited for the limit for
+// the first packet.
 func (p *Prober) check(ctx context.Context, s *state) {
 	p.mu.Lock()
 	key := s.key
 	before := s.size
 	raised := s.raised
 	p.mu.Unlock()
+
 	path := s.path
 	now := before
 	if _, ok := p.echo(ctx, path, before, firstPatience); ok {
@@ -51,13 +52,13 @@ func (p *Prober) check(ctx context.Context, s *state) {
 	} else {
 		now = p.lower(ctx, s, before)
 	}
+
 	if ctx.Err() == nil && p.set(s, now) && now != before {
 		p.tell(ctx, Change{Key: key, Path: path, Before: before, Now: now})
 	}
 }
 
-// tries sends up to n packets of a size, one after the other, until one is answered within patience. It
-// waits for the limit before each packet. ok is false if no packet was answered or ctx has ended.
+// tries sends up to n packets of a size, as fast as the limit allows, until one is answered.
 func (p *Prober) tries(ctx context.Context, path Path, size int, patience time.Duration, n int) (rtt time.Duration, ok bool) {
 	for range n {
 		if p.Limit.Wait(ctx) != nil {
@@ -70,10 +71,8 @@ func (p *Prober) tries(ctx context.Context, path Path, size int, patience time.D
 	return 0, false
 }
 
-// lower returns the new size of a path that did not carry a packet of the present size. It searches for
-// the largest size that passes. During the search it already sets a smaller size for the path, so that
-// connections go on. lower returns the present size if a search is not allowed now, or if tests show that
-// it cannot help or is not necessary.
+// lower returns the new size of a path that did not carry a packet of the present size. During the
+// search it already sets a smaller size, so that connections continue.
 func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	path := s.path
 	if !p.maySearch(s) {
@@ -90,7 +89,7 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 		return present
 	}
 
-	s.searches.Allow()
+	s.searches.Allow() // takes the token that maySearch has seen
 	select {
 	case p.searches <- struct{}{}:
 		defer func() { <-p.searches }()
@@ -113,6 +112,7 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 			return p.current(s)
 		}
 	}
+
 	if _, ok := p.tries(ctx, path, present, 2*firstPatience, 1); ok { // a host on the way was busy
 		return present
 	}
@@ -120,15 +120,14 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	return size
 }
 
-// current returns the size that a path has now.
 func (p *Prober) current(s *state) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return s.size
 }
 
-// maySearch reports whether a path may have another search. The number is limited, because a path that
-// changes all the time would otherwise use up the packets that all paths may send.
+// maySearch limits the searches of a path that changes all the time, which would otherwise use up the
+// packets that all paths may send.
 func (p *Prober) maySearch(s *state) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -138,19 +137,18 @@ func (p *Prober) maySearch(s *state) bool {
 	return s.searches.Tokens() >= 1
 }
 
-// search is like ping.Largest. It first tries the size other, the last one that a search on the device has
-// found. So most searches take few packets if a link that many paths share becomes narrow. If other is less
-// than the common size, or does not lie between passes and tooBig - 1, search first tries the common size.
+// search is like ping.Largest, but first tries the last size that a search on the device has found. So
+// most searches take few packets if a link that many paths share becomes narrow.
 func search(passes, tooBig, other int, try func(size int) (ok, more bool)) int {
 	if other < common || other <= passes || other+1 >= tooBig {
 		return ping.Largest(passes, tooBig, common, try)
 	}
 
 	ok, more := try(other)
-	switch {
-	case !more:
+	if !more {
 		return passes
-	case !ok:
+	}
+	if !ok {
 		return ping.Largest(passes, other, common, try)
 	}
 	if ok, more = try(other + 1); ok && more {
@@ -159,7 +157,6 @@ func search(passes, tooBig, other int, try func(size int) (ok, more bool)) int {
 	return other
 }
 
-// lastFound returns the last size that a search on a device has found, or 0.
 func (p *Prober) lastFound(device string) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -172,8 +169,8 @@ func (p *Prober) noteFound(device string, size int) {
 	p.found[device] = size
 }
 
-// publish sets a size that passes if the path still has the size tooBig. Other sizes that pass wait for the
-// end of the search, so that a search does not change the route more than twice.
+// publish sets the first size that passes, while the path still has the size tooBig. Others wait for the
+// end of the search, which so changes the route at most twice.
 func (p *Prober) publish(s *state, size, tooBig int) {
 	p.mu.Lock()
 	still := s.size == tooBig
@@ -183,10 +180,9 @@ func (p *Prober) publish(s *state, size, tooBig int) {
 	}
 }
 
-// raise returns the largest size that passes on a path that carries packets of the present size. If no
-// larger size passes, it returns the present size. It first tries one byte more: if that does not pass, the
-// path has not changed.
+// raise returns the largest size that passes on a path that carries packets of the present size.
 func (p *Prober) raise(ctx context.Context, path Path, present int) int {
+	// If one byte more does not pass, the path has not changed.
 	rtt, ok := p.tries(ctx, path, present+1, firstPatience, 1)
 	if !ok {
 		return present

@@ -22,8 +22,8 @@ type order struct {
 // queue contains paths in the order in which they were added. Those that are gone stay until their turn.
 type queue []*state
 
-// next returns the path that must be checked now, or nil and the time until there may be one. It takes the
-// path out of its queue. The caller adds it to due after the check.
+// next takes the path that must be checked now out of its queue, or returns the time until there may be
+// one. The caller adds the path to due after the check.
 func (o *order) next(now time.Time) (*state, time.Duration) {
 	pause := interval
 	for _, q := range []*queue{&o.fresh, &o.due} {
@@ -37,8 +37,7 @@ func (o *order) next(now time.Time) (*state, time.Duration) {
 	return nil, pause
 }
 
-// first takes the first path out of a queue. If the last check of that path began less than an interval ago,
-// or the queue is empty, it returns nil and the time until there may be a path to check.
+// first is next for one queue.
 func (q *queue) first(now time.Time) (*state, time.Duration) {
 	for len(*q) > 0 {
 		s := (*q)[0]

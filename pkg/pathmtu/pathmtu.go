@@ -87,8 +87,7 @@ func (p *Prober) Run(ctx context.Context) {
 	}
 }
 
-// echoes returns the function for Prober.echo. The function sends a packet of size bytes, and returns the
-// time to the answer. It returns false if there is no answer within patience.
+// echoes returns the function for Prober.echo.
 func echoes(pinger *ping.Pinger) func(ctx context.Context, p Path, size int, patience time.Duration) (time.Duration, bool) {
 	var logged sync.Once
 	return func(ctx context.Context, p Path, size int, patience time.Duration) (time.Duration, bool) {

@@ -86,14 +86,13 @@ func (p *Prober) Aim(key string, paths []Path) {
 	}
 }
 
-// remove removes a path. The caller holds p.mu.
+// The caller holds p.mu.
 func (p *Prober) remove(s *state) {
 	s.gone = true
 	delete(p.paths, s.path.Subnet)
 }
 
-// add adds a path. It replaces another path to the same subnet, and takes over its size. The caller holds
-// p.mu.
+// add replaces another path to the same subnet, and takes over its size. The caller holds p.mu.
 func (p *Prober) add(key string, path Path) {
 	s := &state{key: key, path: path, size: path.Full, raised: time.Now()}
 	before := p.Before[path.Subnet]
@@ -152,15 +151,13 @@ func (p *Prober) Take() []string {
 	return keys
 }
 
-// next returns the path that must be checked now, or nil and the time until there may be one.
 func (p *Prober) next(now time.Time) (s *state, pause time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.order.next(now)
 }
 
-// set sets the size of a path. If the size is another one, set records the peer for Take and calls
-// Resized. It returns false if the path is gone.
+// set returns false if the path is gone.
 func (p *Prober) set(s *state, size int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -168,14 +165,15 @@ func (p *Prober) set(s *state, size int) bool {
 		return false
 	}
 	if s.size != size {
-		s.size, s.raised = size, time.Now()
+		s.size = size
+		s.raised = time.Now()
 		p.resized[s.key] = struct{}{}
 		p.Resized()
 	}
 	return true
 }
 
-// tell logs a change of a path's size and calls Changed, unless many paths change at once.
+// tell reports a change of a path's size, unless many paths change at once.
 func (p *Prober) tell(ctx context.Context, c Change) {
 	log, reported := p.reports.Next(klog.FromContext(ctx))
 	if !reported {

@@ -81,10 +81,10 @@ func (c candidate) counts() bool { return c.inUse+c.published+c.peers+c.defaults
 
 // truth compares two conditions; false comes first.
 func truth(a, b bool) int {
-	switch {
-	case a == b:
+	if a == b {
 		return 0
-	case a:
+	}
+	if a {
 		return 1
 	}
 	return -1
@@ -99,10 +99,10 @@ func (s selector) candidate(l Link) candidate {
 	}
 
 	for _, f := range s.opts.Families {
-		switch ips := s.usable(l, f); {
-		case len(ips) == 0:
+		ips := s.usable(l, f)
+		if len(ips) == 0 {
 			c.poor = 2
-		case ips[0].IsLinkLocalUnicast():
+		} else if ips[0].IsLinkLocalUnicast() {
 			c.poor = max(c.poor, 1)
 		}
 	}
@@ -130,43 +130,41 @@ func (s selector) candidate(l Link) candidate {
 	return c
 }
 
-// serves reports whether packets to peers may leave through l, as far as the facts tell. If
-// the kernel sends to none of the known peers through l, a default route through l is enough:
-// packets that are bound to the address or the link still take it, although a VPN has a better one
-// for the others. But then no other link may have an address in the network of a peer.
+// serves reports whether packets to peers may leave through l, as far as the facts tell.
 func (s selector) serves(l Link) bool {
 	if len(s.facts.Peers) == 0 || slices.ContainsFunc(s.facts.Peers, l.carries) {
 		return true
 	}
+
+	// A default route through l is enough: packets that are bound to the address or the link take it,
+	// although a VPN has a better one for the others. But no link may be nearer to a peer.
 	leads := func(r DefaultRoute) bool { return slices.Contains(r.Links, l.Index) }
 	nearer := func(other Link) bool { return other.alive() && s.neighbours(other) }
 	return s.neighbours(l) || slices.ContainsFunc(s.facts.Defaults, leads) && !slices.ContainsFunc(s.facts.Links, nearer)
 }
 
-// carries reports whether packets leave by l, or from an address that l only holds, as lo does on hosts
-// that announce theirs by BGP. From other links the kernel borrows an address if the outgoing one has none.
+// carries reports whether packets leave through l, or from an address that l only holds, as lo does on
+// hosts that announce theirs by BGP. From other links the kernel borrows an address if the outgoing one
+// has none.
 func (l Link) carries(r Reach) bool {
 	_, from := l.addr(r.Source)
 	return r.Link == l.Index || from && l.onlyHolds()
 }
 
-// neighbours reports whether l has an address in the network of a peer.
+// neighbours reports whether a peer is in a network of l.
 func (s selector) neighbours(l Link) bool {
 	return slices.ContainsFunc(l.Addrs, func(a Addr) bool {
 		return slices.ContainsFunc(s.facts.Peers, func(r Reach) bool { return a.Network.Contains(r.To) })
 	})
 }
 
-// ownDevice matches the names of the devices that backends create.
 var ownDevice = regexp.MustCompile(`^flannel(\d+|(-v6)?\.(\d+|ipip)|-wg(-.*)?)$`)
 
-// never returns why no option except --iface chooses l, or "" if there is no reason. After a restart
-// the devices of flanneld and the bridge of the pods are still there.
+// never says why only --iface chooses l. It returns "" for a link that others may choose.
 func (s selector) never(l Link) string {
 	if ownDevice.MatchString(l.Name) {
-		return "it is a device of flanneld"
+		return "it is a device of flanneld" // of the last process
 	}
-
 	for _, a := range l.Addrs {
 		if i := slices.IndexFunc(s.opts.Pods, func(p netip.Prefix) bool { return p.Contains(a.IP) }); i >= 0 {
 			return fmt.Sprintf("it leads to pods: its address %s is in %s", a.IP, s.opts.Pods[i])
@@ -181,15 +179,13 @@ func (s selector) never(l Link) string {
 	return ""
 }
 
-// bestDefault returns the links of the default route of family f with the lowest metric, of those
-// routes that a link that counts carries. A route whose links have no carrier is taken only if there
-// is no other.
+// bestDefault returns the links that count of the default route of family f with the lowest metric. A
+// route whose links have no carrier is taken only if there is no other.
 func (s selector) bestDefault(f prefix.Family) []int {
 	left := func(index int) bool {
 		l, err := s.facts.link(index)
 		return err != nil || s.never(l) != ""
 	}
-
 	alive := func(index int) bool {
 		l, _ := s.facts.link(index)
 		return l.alive()
@@ -210,7 +206,6 @@ func (s selector) bestDefault(f prefix.Family) []int {
 	}).Links
 }
 
-// byEvidence returns the best candidate, and an error if nothing speaks for one.
 func (s selector) byEvidence() (found, error) {
 	c := s.candidates()[0]
 	w := found{link: c.link}
@@ -245,7 +240,7 @@ func (s selector) byEvidence() (found, error) {
 	return w, nil
 }
 
-// splitDefault returns an error that says why no interface has the default routes of all families.
+// splitDefault says why no interface has the default routes of all families.
 func (s selector) splitDefault() error {
 	var ways []string
 	for _, f := range s.opts.Families {
@@ -253,6 +248,7 @@ func (s selector) splitDefault() error {
 		if len(links) == 0 {
 			return fmt.Errorf("no %s default route in the main table%s", f, s.leftOut(f))
 		}
+
 		names := make([]string, len(links))
 		for i, index := range links {
 			l, _ := s.facts.link(index)
@@ -263,7 +259,7 @@ func (s selector) splitDefault() error {
 	return fmt.Errorf("%s: want one interface for both, name it with --iface", strings.Join(ways, ", but "))
 }
 
-// leftOut names the links of default routes of family f that do not count, with the reason.
+// leftOut names the default routes of family f that do not count, with the reason.
 func (s selector) leftOut(f prefix.Family) string {
 	var text strings.Builder
 	for _, r := range s.facts.Defaults {

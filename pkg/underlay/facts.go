@@ -68,9 +68,8 @@ type Addr struct {
 	Duplicate bool
 }
 
-// single reports whether the address has no network and no peer on its link: /32 or /128. A
-// permanent one beside other addresses is a virtual address, as keepalived creates it. In
-// some clouds a host has only such an address.
+// single reports whether the address has no network and no peer on its link. A permanent one beside
+// others is a virtual address, as keepalived creates it. In some clouds a host has only such an address.
 func (a Addr) single() bool { return a.Network == prefix.Host(a.IP) }
 
 // DefaultRoute is a default route of one family.
@@ -91,7 +90,6 @@ type Reach struct {
 	Failure string
 }
 
-// link returns the link with the given index, or an error if there is none.
 func (f Facts) link(index int) (Link, error) {
 	for _, l := range f.Links {
 		if l.Index == index {
@@ -103,13 +101,12 @@ func (f Facts) link(index int) (Link, error) {
 
 func (l Link) loopback() bool { return l.Name == "lo" }
 
-// alive reports whether l is set up and has a carrier.
 func (l Link) alive() bool { return l.Up && l.Running }
 
 // onlyHolds reports whether l holds addresses but carries no packets to other hosts.
 func (l Link) onlyHolds() bool { return l.loopback() || l.Kind == "dummy" }
 
-// linksWith returns the links that have address a, whether it is usable or not.
+// linksWith returns the links that have address a, usable or not.
 func (f Facts) linksWith(a netip.Addr) []Link {
 	var on []Link
 	for _, l := range f.Links {
@@ -137,13 +134,13 @@ func (l Link) sends(ip netip.Addr) bool {
 // maxSeenAddrs is the number of addresses of an interface in an error.
 const maxSeenAddrs = 4
 
-// seen lists the interfaces with their addresses on one line. Interfaces with a global
-// address come first, so that hundreds of veth devices do not displace them.
+// seen lists the interfaces with their addresses on one line.
 func (f Facts) seen() string {
 	if len(f.Links) == 0 {
 		return "no interfaces"
 	}
 
+	// Global addresses first, so that hundreds of veth devices do not displace them.
 	global := func(a Addr) bool { return a.IP.IsGlobalUnicast() }
 	links := slices.Clone(f.Links)
 	slices.SortStableFunc(links, func(a, b Link) int {
@@ -159,10 +156,9 @@ func (f Facts) seen() string {
 
 func (l Link) seen() string {
 	var words []string
-	switch {
-	case !l.Up:
+	if !l.Up {
 		words = append(words, "down")
-	case !l.Running:
+	} else if !l.Running {
 		words = append(words, "no carrier")
 	}
 	if l.MTU == 0 {

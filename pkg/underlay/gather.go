@@ -23,9 +23,8 @@ import (
 // dumpTries is the maximum number of tries of a dump that changes interrupt.
 const dumpTries = 5
 
-// gather reads the facts that the choice with options o needs, in the network namespace
-// of the calling thread. Every list is complete: if changes keep interrupting a dump,
-// gather returns an error. Others may get the same Facts from shared, so they must not be changed.
+// gather reads the facts that the choice with options o needs, in the network namespace of the calling
+// thread. Others may get the same Facts, so they must not be changed.
 func (o Options) gather(ctx context.Context, rest time.Duration) gathered {
 	g := o.shared(ctx, rest)
 	if g.err == nil {
@@ -34,9 +33,8 @@ func (o Options) gather(ctx context.Context, rest time.Duration) gathered {
 	return g
 }
 
-// shared reads those facts that are the same for all networks with the same families. If o has a Reader,
-// several callers may get the result of one read. The time between two reads with the same rest is
-// then at least rest.
+// shared reads those facts that are the same for all networks with the same families. With a Reader,
+// callers share reads, and the time between two of them is at least rest.
 func (o Options) shared(ctx context.Context, rest time.Duration) gathered {
 	read := func(ctx context.Context) gathered {
 		start := spent()
@@ -67,23 +65,22 @@ func (o Options) read(ctx context.Context) (Facts, error) {
 	return f, nil
 }
 
-// look adds to f the kernel's answers to the questions of o, which networks do not share.
+// look adds the kernel's answers to the questions of o, which networks do not share.
 func (o Options) look(f Facts) Facts {
 	if dst, err := parseAddr(o.CanReach); err == nil {
 		f.Reach = readReach(dst)
 	}
 
+	var peers []netip.Addr
+	if o.Peers != nil {
+		peers = o.Peers()
+	}
 	for _, fam := range o.Families {
 		asked := 0
-		if o.Peers != nil {
-			for _, a := range o.Peers() {
-				if asked == mostAsked {
-					break
-				}
-				if a.IsValid() && prefix.FamilyOf(a) == fam && a.IsGlobalUnicast() && len(f.linksWith(a)) == 0 {
-					asked++
-					f.Peers = append(f.Peers, readReach(a))
-				}
+		for _, a := range peers {
+			if asked < mostAsked && a.IsValid() && prefix.FamilyOf(a) == fam && a.IsGlobalUnicast() && len(f.linksWith(a)) == 0 {
+				asked++
+				f.Peers = append(f.Peers, readReach(a))
 			}
 		}
 		if asked == 0 {
@@ -107,9 +104,8 @@ var elsewhere = map[prefix.Family]netip.Addr{
 	prefix.IPv6: netip.MustParseAddr("2001:db8::1"),
 }
 
-// spent returns the CPU time that the process has used, or 0 if it cannot be read. The difference
-// of two calls is the cost of the work between them, together with other work of this process.
-// Elapsed time would also contain the work of other programs on a busy host.
+// spent returns the CPU time that the process has used. Elapsed time would also contain the work of
+// other programs on a busy host.
 func spent() time.Duration {
 	var u unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
@@ -118,8 +114,7 @@ func spent() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// dump calls list until no change interrupts it, at most dumpTries times. Any other
-// error ends dump at once. Errors contain what, a name of the result.
+// dump calls list until no change interrupts it. what names the result in errors.
 func dump[T any](ctx context.Context, what string, list func() (T, error)) (T, error) {
 	var zero T
 	for try := 1; ; try++ {
@@ -147,6 +142,7 @@ func readLinks(ctx context.Context) ([]Link, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	of := map[int][]Addr{}
 	for _, a := range addrs {
 		if a.IPNet == nil {
@@ -177,8 +173,7 @@ func readLinks(ctx context.Context) ([]Link, error) {
 	return out, nil
 }
 
-// kind returns the kind of a link that software has made, such as "bridge". netlink calls hardware
-// and lo "device".
+// kind returns "" for hardware and lo, which netlink calls "device".
 func kind(l netlink.Link) string {
 	if l.Type() == "device" {
 		return ""
@@ -186,9 +181,8 @@ func kind(l netlink.Link) string {
 	return l.Type()
 }
 
-// parent returns the index of the link that carries the packets of l, or 0 if there is none here. The parent
-// of a veth is its other end. In a container, that of a macvlan is the index of an interface of the host.
 func parent(l netlink.Link) int {
+	// The parent of a veth is its other end. In a container, that of a macvlan is an interface of the host.
 	if at := l.Attrs(); l.Type() != "veth" && at.NetNsID < 0 {
 		return at.ParentIndex
 	}
@@ -217,14 +211,13 @@ func newAddr(ip netip.Addr, a netlink.Addr) Addr {
 	}
 }
 
-// readReach asks the kernel for the route to dst. A missing route is a result and not an
-// error, because another option may find an interface.
+// readReach asks the kernel for the route to dst. If there is none, another option may find an interface.
 func readReach(dst netip.Addr) Reach {
 	routes, err := netlink.RouteGet(net.IP(dst.AsSlice()))
-	switch {
-	case err != nil:
+	if err != nil {
 		return Reach{To: dst, Failure: "look up route: " + err.Error()}
-	case len(routes) == 0:
+	}
+	if len(routes) == 0 {
 		return Reach{To: dst, Failure: "look up route: no answer"}
 	}
 	r := Reach{To: dst, Link: routes[0].LinkIndex}
@@ -237,16 +230,15 @@ func readReach(dst netip.Addr) Reach {
 // dumpTimeout limits the wait for the next message of a dump.
 const dumpTimeout = 5 * time.Second
 
-// listDefaults returns the default routes of family f in the main table, in the kernel's
-// order. The kernel lists IPv4 routes sorted by destination. For IPv4, listDefaults stops
-// reading after the default routes, because a router may have a million others. If a change
-// interrupts the dump, listDefaults returns netlink.ErrDumpInterrupted.
+// listDefaults returns the default routes of family f in the main table, in the kernel's order. It does
+// not read the whole IPv4 table: a router may have a million routes, and the kernel sorts by destination.
 func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
 	s, err := nl.Subscribe(unix.NETLINK_ROUTE)
 	if err != nil {
 		return nil, err
 	}
 	defer s.Close() // it also ends the dump
+
 	timeout := unix.NsecToTimeval(int64(dumpTimeout))
 	if err := s.SetReceiveTimeout(&timeout); err != nil {
 		return nil, err
@@ -256,12 +248,12 @@ func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
 	if err := unix.SetsockoptInt(s.GetFd(), unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1); err != nil {
 		return nil, err
 	}
+
 	req := nl.NewNetlinkRequest(unix.RTM_GETROUTE, unix.NLM_F_DUMP)
 	family := uint8(unix.AF_INET)
 	if f == prefix.IPv6 {
 		family = unix.AF_INET6
 	}
-
 	req.AddData(&nl.RtMsg{RtMsg: unix.RtMsg{Family: family, Table: unix.RT_TABLE_MAIN}})
 	if err := s.Send(req); err != nil {
 		return nil, err
@@ -283,20 +275,20 @@ func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
 	}
 }
 
-// collect adds the route in one message of a route dump to defaults, if it is a default
-// route. done reports that no default route can follow, because the
-// dump or its default routes have ended.
+// collect adds the default route in one message of a route dump to defaults, if there is one. done
+// reports that no other can follow.
 func collect(defaults *[]DefaultRoute, f prefix.Family, m syscall.NetlinkMessage) (done bool, err error) {
-	switch {
-	case m.Header.Flags&unix.NLM_F_DUMP_INTR != 0:
+	if m.Header.Flags&unix.NLM_F_DUMP_INTR != 0 {
 		return true, netlink.ErrDumpInterrupted
-	case (m.Header.Type == unix.NLMSG_DONE || m.Header.Type == unix.NLMSG_ERROR) && len(m.Data) >= 4:
+	}
+	if (m.Header.Type == unix.NLMSG_DONE || m.Header.Type == unix.NLMSG_ERROR) && len(m.Data) >= 4 {
 		errno := syscall.Errno(-int32(binary.NativeEndian.Uint32(m.Data)))
 		if errno == 0 || errno == unix.ENOENT { // the table does not exist, so it has no routes
 			return true, nil
 		}
 		return true, errno
-	case m.Header.Type != unix.RTM_NEWROUTE || len(m.Data) < unix.SizeofRtMsg:
+	}
+	if m.Header.Type != unix.RTM_NEWROUTE || len(m.Data) < unix.SizeofRtMsg {
 		return false, nil
 	}
 
@@ -309,6 +301,7 @@ func collect(defaults *[]DefaultRoute, f prefix.Family, m syscall.NetlinkMessage
 	if err != nil {
 		return true, fmt.Errorf("parse route: %w", err)
 	}
+
 	r := DefaultRoute{Family: f}
 	zero := true
 	for _, a := range attrs {
@@ -332,16 +325,15 @@ func collect(defaults *[]DefaultRoute, f prefix.Family, m syscall.NetlinkMessage
 	return f == prefix.IPv4 && !zero, nil
 }
 
-// add adds a link unless the route has it already, because packets to several gateways on
-// one link leave by a single interface.
 func (r *DefaultRoute) add(link int) {
+	// Packets to several gateways on one link leave through a single interface.
 	if link > 0 && !slices.Contains(r.Links, link) {
 		r.Links = append(r.Links, link)
 	}
 }
 
-// addHops adds the links of an RTA_MULTIPATH attribute, a sequence of struct rtnexthop,
-// each followed by its own attributes.
+// addHops adds the links of an RTA_MULTIPATH attribute, a sequence of struct rtnexthop with
+// attributes.
 func (r *DefaultRoute) addHops(b []byte) {
 	for len(b) >= unix.SizeofRtNexthop {
 		n := int(binary.NativeEndian.Uint16(b))

@@ -38,7 +38,7 @@ func NewReader() *Reader {
 	return &Reader{facts: map[string]*wait.Batch[gathered]{}}
 }
 
-// batch returns the read that networks with this key share. The time between two such reads is at least rest.
+// batch returns the read that networks with this key share.
 func (r *Reader) batch(key string, rest time.Duration) *wait.Batch[gathered] {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -50,9 +50,8 @@ func (r *Reader) batch(key string, rest time.Duration) *wait.Batch[gathered] {
 	return b
 }
 
-// subscribe returns a channel that becomes readable after a change of anything that gather
-// reads. No change after the return of subscribe is missed. With a Reader, all its networks
-// share one subscription. stop ends the use of the channel.
+// subscribe returns a channel that receives after a change of anything that gather reads. stop ends
+// the use of the channel.
 func (o Options) subscribe() (changed <-chan struct{}, stop func(), err error) {
 	changes := &wait.Shared{}
 	if o.Reader != nil {
@@ -65,9 +64,8 @@ func (o Options) subscribe() (changed <-chan struct{}, stop func(), err error) {
 	return own, func() { changes.Leave(own) }, nil
 }
 
-// subscribe calls wake after each change of anything that gather reads. One socket receives all
-// groups of notifications. The socket is open when subscribe returns, so no later change is
-// missed. stop closes the socket, and returns after the last call of wake.
+// subscribe calls wake after each change of anything that gather reads, from its return on. stop
+// returns after the last call of wake.
 func subscribe(o Options, wake func()) (stop func(), err error) {
 	groups := []uint{unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR}
 	if !o.asksForInterface() || o.CanReach != "" {
@@ -93,15 +91,13 @@ func subscribe(o Options, wake func()) (stop func(), err error) {
 	return func() { s.Close(); <-done }, nil
 }
 
-// onlyDefaults attaches a filter to the socket that drops all route notifications except
-// those of default routes. There may be thousands of other routes, including flanneld's
-// own.
+// onlyDefaults makes the socket drop the notifications of routes that are not default routes. There may
+// be thousands, including flanneld's own.
 func onlyDefaults(fd int) error {
 	const offType, offDstLen = 4, unix.SizeofNlMsghdr + 1
 	load := func(size uint16, off uint32) unix.SockFilter {
 		return unix.SockFilter{Code: unix.BPF_LD | unix.BPF_ABS | size, K: off}
 	}
-
 	skip := func(value uint32, equal, other uint8) unix.SockFilter {
 		return unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, Jt: equal, Jf: other, K: value}
 	}
@@ -119,17 +115,15 @@ func onlyDefaults(fd int) error {
 		&unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]})
 }
 
-// asLoaded returns a message type as the filter loads it: filters read all numbers as
-// big-endian.
+// asLoaded converts a message type: filters read all numbers as big-endian.
 func asLoaded(typ uint16) uint32 {
 	return uint32(binary.BigEndian.Uint16(binary.NativeEndian.AppendUint16(nil, typ)))
 }
 
-// relay calls wake after each message that receive returns. It also calls wake after an
-// overflow, which may have hidden a change, and after an interrupted call. Any other error
-// ends relay, such as the error of a closed socket.
+// relay calls wake after each message, until the socket is closed.
 func relay(wake func(), receive func() error) {
 	for {
+		// An overflow may have hidden a change.
 		if err := receive(); err != nil && !errors.Is(err, unix.ENOBUFS) && !errors.Is(err, unix.EINTR) {
 			return
 		}

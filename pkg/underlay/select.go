@@ -48,15 +48,14 @@ type choice struct {
 	lastResort string
 }
 
-// choose tries Ifaces, IfaceRegexes and CanReach in this order and returns the first interface that
-// has an address in every enabled family. If none of them is set, it takes the interface that has a
-// public address, or else the best candidate. If one of them is set, the candidates are no fallback.
-// The error is a single line with everything that was tried, the reason of each failure, and the
-// interfaces of the host.
+// choose tries Ifaces, IfaceRegexes and CanReach in this order and returns the first interface that has
+// an address in every enabled family. If none of them is set, it takes the interface that has a public
+// address, or else the best candidate. The error has one line.
 func choose(f Facts, o Options) (choice, error) {
 	if err := o.check(); err != nil {
 		return choice{}, err
 	}
+
 	s := selector{f, o}
 	var failed []string
 	for _, a := range s.attempts() {
@@ -114,7 +113,6 @@ func (s selector) attempts() []attempt {
 	return as
 }
 
-// complete returns the choice of the interface that w has found.
 func (s selector) complete(w attempt) (choice, error) {
 	if w.err != nil {
 		return choice{}, w.err
@@ -141,11 +139,10 @@ func (s selector) complete(w attempt) (choice, error) {
 	return c, nil
 }
 
-// address returns the address of family f on the link that was found, or an error if the
-// link has none that can be used. If this host has the public address, on any interface, it
-// is also the local one: peers expect packets from that address. named means that an option
+// address returns the address of family f on the link that was found. named means that an option
 // determined the local address.
 func (s selector) address(w found, f prefix.Family) (a Address, named bool, err error) {
+	// If this host has the public address, on any interface, peers expect packets from there.
 	a.Public = s.opts.public(f).addr
 	if a.Public.IsValid() && len(s.facts.linksWith(a.Public)) > 0 {
 		a.Local = a.Public
@@ -154,10 +151,10 @@ func (s selector) address(w found, f prefix.Family) (a Address, named bool, err 
 	}
 
 	named = a.Local.IsValid()
-	if !named {
-		a.Local, err = s.own(w.link, f)
-	} else {
+	if named {
 		err = s.ready(a.Local)
+	} else {
+		a.Local, err = s.own(w.link, f)
 	}
 	if !a.Public.IsValid() {
 		a.Public = a.Local
@@ -168,13 +165,13 @@ func (s selector) address(w found, f prefix.Family) (a Address, named bool, err 
 // largestMTU is the largest MTU that an interface gives to pods: the CNI plugin refuses more.
 const largestMTU = 65535
 
-// mtu returns the MTU of packets to other hosts. If l only holds an address, as lo does on hosts that
-// announce theirs by BGP, the links that carry the packets determine the MTU.
 func (s selector) mtu(l Link) int {
 	mtu := min(l.MTU, largestMTU)
 	if !l.onlyHolds() {
 		return mtu
 	}
+
+	// The links that carry the packets count.
 	for _, r := range slices.Concat(s.facts.Peers, s.facts.Elsewhere) {
 		if c, err := s.facts.link(r.Link); err == nil {
 			mtu = min(mtu, c.MTU)
@@ -183,8 +180,8 @@ func (s selector) mtu(l Link) int {
 	return mtu
 }
 
-// hardware returns the hardware address of l, or of the first other link if l has none that lasts.
 func (s selector) hardware(l Link) string {
+	// The first other link will do if l has no address that lasts.
 	for _, c := range slices.Concat([]Link{l}, s.facts.Links) {
 		if !c.onlyHolds() && strings.Trim(c.Hardware, "0:") != "" {
 			return c.Hardware
@@ -193,7 +190,6 @@ func (s selector) hardware(l Link) string {
 	return ""
 }
 
-// vrf returns the name of the VRF to which l belongs, or "".
 func (s selector) vrf(l Link) string {
 	if m, err := s.facts.link(l.Master); err == nil && m.Kind == "vrf" {
 		return m.Name
@@ -201,9 +197,8 @@ func (s selector) vrf(l Link) string {
 	return ""
 }
 
-// ready returns an error if the interfaces that have the address cannot use it yet. An
-// address named by an option may be deprecated but not tentative, because packets cannot be
-// sent from a tentative address.
+// ready returns an error if no packets can be sent yet from an address that an option names. It may be
+// deprecated.
 func (s selector) ready(ip netip.Addr) error {
 	var err error
 	for _, l := range s.facts.linksWith(ip) {
@@ -219,23 +214,22 @@ func (s selector) ready(ip netip.Addr) error {
 	return err
 }
 
-// automatic returns the attempt for the case that no option selects an interface. The
-// attempt finds the interface that has the public addresses of the options. If none of them
-// is assigned on this host (1:1 NAT), or none is set, it finds the interface of the default
-// route.
+// automatic finds the interface that has the public addresses of the options, or else the best one.
 func (s selector) automatic() attempt {
 	var local []named
 	var foreign strings.Builder
 	for _, f := range s.opts.Families {
 		p := s.opts.public(f)
-		switch {
-		case !p.addr.IsValid():
-		case len(s.facts.linksWith(p.addr)) > 0:
+		if !p.addr.IsValid() {
+			continue
+		}
+		if len(s.facts.linksWith(p.addr)) > 0 {
 			local = append(local, p)
-		default:
-			fmt.Fprintf(&foreign, ", %s is not assigned here", p)
+		} else {
+			fmt.Fprintf(&foreign, ", %s is not assigned here", p) // 1:1 NAT
 		}
 	}
+
 	if len(local) == 0 {
 		w, err := s.byEvidence()
 		w.note += foreign.String()
@@ -245,8 +239,8 @@ func (s selector) automatic() attempt {
 	return attempt{local[0].String(), found{link: l, note: " is assigned here"}, err}
 }
 
-// byIface finds an interface by its name or by its addresses. value may have an IPv4 and an IPv6 address, as
-// in the field status.hostIPs of a Pod, of which that of a disabled family does not count.
+// byIface finds an interface by its name or by its addresses. value may have an IPv4 and an IPv6 address,
+// as in the field status.hostIPs of a Pod.
 func (s selector) byIface(value string) (found, error) {
 	note := ""
 	if value == NodeIP {
@@ -288,8 +282,7 @@ func (s selector) byIface(value string) (found, error) {
 	return found{link: l, addrs: addrs, note: note}, err
 }
 
-// nodeIPs returns the addresses for which NodeIP stands, separated by a comma. Until the API server has answered
-// they are those in use.
+// nodeIPs returns the addresses for which NodeIP stands, separated by a comma.
 func (s selector) nodeIPs() string {
 	var texts []string
 	if s.opts.NodeIPs != nil {
@@ -297,7 +290,7 @@ func (s selector) nodeIPs() string {
 			texts = append(texts, a.String())
 		}
 	}
-	if len(texts) == 0 {
+	if len(texts) == 0 { // the API server has not answered yet
 		for _, a := range s.opts.InUse.Addrs {
 			texts = append(texts, a.Local.String())
 		}
@@ -305,8 +298,7 @@ func (s selector) nodeIPs() string {
 	return strings.Join(texts, ",")
 }
 
-// parseAddr parses an address without a zone. It converts IPv4-mapped IPv6 addresses to
-// IPv4.
+// parseAddr refuses a zone, and converts IPv4-mapped IPv6 addresses to IPv4.
 func parseAddr(text string) (netip.Addr, error) {
 	a, err := netip.ParseAddr(text)
 	if err == nil && a.Zone() != "" {
@@ -315,8 +307,8 @@ func parseAddr(text string) (netip.Addr, error) {
 	return a.Unmap(), err
 }
 
-// linkWithAll returns the first link that has all the addresses. The error does not name the
-// first address, because the caller puts that in front of the error.
+// linkWithAll returns the first link that has all the addresses. The caller puts the first address in
+// front of the error.
 func (s selector) linkWithAll(wants []named) (Link, error) {
 	for _, l := range s.facts.Links {
 		if !slices.ContainsFunc(wants, func(w named) bool { _, ok := l.addr(w.addr); return !ok }) {
@@ -336,15 +328,14 @@ func (s selector) linkWithAll(wants []named) (Link, error) {
 	return Link{}, fmt.Errorf("%s, want one interface for both", strings.Join(where, ", but "))
 }
 
-// byRegex finds an interface by a regular expression. It prefers addresses over names: it
-// compares names only if no interface has a matching address in every enabled family. The
-// interface in use comes before all others, even if only its name matches. byRegex leaves out
-// interfaces that lead to pods.
+// byRegex finds an interface by a regular expression. The one in use comes before all others, even if
+// only its name matches.
 func (s selector) byRegex(expr string) (found, error) {
 	re, err := regexp.Compile(expr)
 	if err != nil {
 		return found{}, err
 	}
+
 	links := slices.DeleteFunc(slices.Clone(s.facts.Links), func(l Link) bool { return s.never(l) != "" })
 	inUse := slices.DeleteFunc(slices.Clone(links), func(l Link) bool { return !s.isInUse(l) })
 	for _, some := range [][]Link{inUse, links} {
@@ -358,8 +349,8 @@ func (s selector) byRegex(expr string) (found, error) {
 	return found{}, fmt.Errorf("no %s address and no interface name matches", s.opts.Families[0])
 }
 
-// matches returns the first link with a matching address in every enabled family, or else the first
-// one with one in some family, or else the first one with a matching name. ok is false if there is none.
+// matches prefers a link with a matching address in every enabled family to one with an address in some
+// family, and that to one with a matching name.
 func (s selector) matches(re *regexp.Regexp, links []Link) (w found, ok bool) {
 	var some *found
 	for _, l := range links {
@@ -368,7 +359,8 @@ func (s selector) matches(re *regexp.Regexp, links []Link) (w found, ok bool) {
 		for _, f := range s.opts.Families {
 			ips := s.usable(l, f)
 			if i := slices.IndexFunc(ips, func(ip netip.Addr) bool { return re.MatchString(ip.String()) }); i >= 0 {
-				hits, texts = append(hits, ips[i]), append(texts, ips[i].String())
+				hits = append(hits, ips[i])
+				texts = append(texts, ips[i].String())
 			}
 		}
 
@@ -392,11 +384,7 @@ func (s selector) matches(re *regexp.Regexp, links []Link) (w found, ok bool) {
 	return found{}, false
 }
 
-// byReach returns the interface and the source address of the route to an address. It
-// leaves out the source address if keeps reports that the one in use must stay. For an
-// address of this host the kernel reports lo; byReach then returns the interface that has
-// the address. This case exists because all hosts may get the same option, and one of
-// them has the address. If the interface never counts, byReach returns an error.
+// byReach finds the interface and the source address of the route to an address.
 func (s selector) byReach(value string) (found, error) {
 	ip, err := parseAddr(value)
 	if err != nil {
@@ -406,6 +394,7 @@ func (s selector) byReach(value string) (found, error) {
 		return found{link: c.link, note: ": address in use, route to other hosts"}, nil
 	}
 
+	// All hosts may get the same option, and one of them has the address. There the kernel reports lo.
 	var w found
 	source := ip
 	if on := s.facts.linksWith(ip); len(on) > 0 {
@@ -420,6 +409,7 @@ func (s selector) byReach(value string) (found, error) {
 		}
 		source = r.Source
 	}
+
 	if why := s.never(w.link); why != "" {
 		return found{}, fmt.Errorf("%s: %s", w.link.Name, why)
 	}
@@ -429,21 +419,19 @@ func (s selector) byReach(value string) (found, error) {
 	return w, nil
 }
 
-// keeps reports whether the best address of l is the one in use and not link-local, so that
-// byReach must not replace it: the source that the kernel reports may be a virtual address
-// that was added later.
+// keeps reports whether byReach must keep the address in use: the source that the kernel reports may be
+// a virtual address that was added later.
 func (s selector) keeps(l Link, f prefix.Family) bool {
 	ips := s.usable(l, f)
 	return len(ips) > 0 && s.opts.InUse.uses(ips[0]) && !ips[0].IsLinkLocalUnicast()
 }
 
-// isInUse reports whether l is the link in use, which has a carrier. It may have another name now.
+// isInUse accepts another name for the link in use, but needs a carrier.
 func (s selector) isInUse(l Link) bool {
 	return l.alive() && (l.Name == s.opts.InUse.Name || slices.ContainsFunc(l.Addrs, func(a Addr) bool { return s.opts.InUse.uses(a.IP) }))
 }
 
-// usable returns the addresses of family f on l that can be chosen without an option that
-// names them, best first.
+// usable returns the addresses of family f on l that need no option, best first.
 func (s selector) usable(l Link, f prefix.Family) []netip.Addr {
 	var as []Addr
 	for _, a := range l.Addrs {
@@ -463,8 +451,8 @@ func (a Addr) usable() bool {
 	return !a.Deprecated && !a.Tentative && (a.IP.IsGlobalUnicast() || a.IP.IsLinkLocalUnicast())
 }
 
-// rank returns the place of an address in the order of preference; the lowest is best. flannel
-// has the same order from permanent on, except that it does not know virtual addresses.
+// rank returns the place of an address; the lowest is best. flannel has the same order from permanent
+// on, except that it does not know virtual addresses.
 func (s selector) rank(l Link, a Addr) int {
 	// Each weight is more than the sum of those below it, so an address in use stays however
 	// good another one is.
@@ -484,10 +472,9 @@ func (s selector) rank(l Link, a Addr) int {
 
 	// A failover moves a virtual address to another host, so any other global address is
 	// better, except an IPv6 privacy address.
-	switch {
-	case a.Permanent && a.single():
+	if a.Permanent && a.single() {
 		r += 5
-	case !a.Permanent:
+	} else if !a.Permanent {
 		r += 4
 	}
 	if a.Temporary {
@@ -496,24 +483,23 @@ func (s selector) rank(l Link, a Addr) int {
 	return r
 }
 
-// isSource reports whether the kernel sends packets to other hosts from address a of l. The source
-// says something for IPv4 only. For IPv6 the kernel takes the address with the most leading
-// bits in common with the destination (RFC 6724, rule 8), which may be a virtual or a
-// privacy address.
+// isSource reports whether the kernel sends packets to other hosts from IPv4 address a of l.
 func (s selector) isSource(l Link, a Addr) bool {
+	// For IPv6 the kernel takes the address with the most leading bits in common with the destination
+	// (RFC 6724, rule 8), which may be a virtual or a privacy address.
 	from := func(r Reach) bool { return r.Link == l.Index && r.Source == a.IP }
 	return a.IP.Is4() && (slices.ContainsFunc(s.facts.Peers, from) || slices.ContainsFunc(s.facts.Elsewhere, from))
 }
 
-// own returns the best usable address of family f on l. It returns an error if there is none.
-// It also returns an error instead of a link-local address while a global one is
-// tentative, which is the case for a second or two after every boot.
+// own returns the best usable address of family f on l.
 func (s selector) own(l Link, f prefix.Family) (netip.Addr, error) {
 	ips := s.usable(l, f)
 	if len(ips) > 0 && !ips[0].IsLinkLocalUnicast() {
 		return ips[0], nil
 	}
 
+	// For a second or two after every boot the global address is tentative, and only the link-local
+	// one is usable.
 	for _, a := range l.Addrs {
 		if prefix.FamilyOf(a.IP) == f && a.IP.IsGlobalUnicast() && a.Tentative && !a.Duplicate {
 			return netip.Addr{}, fmt.Errorf("%s: address %s is still tentative", l.Name, a.IP)

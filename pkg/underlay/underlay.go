@@ -118,7 +118,7 @@ type named struct {
 
 func (n named) String() string { return n.option + " " + n.addr.String() }
 
-// public returns the public address of family f; its addr is zero if not set.
+// public returns an invalid addr if the option is not set.
 func (o Options) public(f prefix.Family) named {
 	if f == prefix.IPv4 {
 		return named{"--public-ip", o.PublicIP}
@@ -126,10 +126,9 @@ func (o Options) public(f prefix.Family) named {
 	return named{"--public-ipv6", o.PublicIPv6}
 }
 
-// asksForInterface reports whether an option selects an interface, so that the default
-// route is not used. An empty value counts as not set, because manifests contain
-// --iface=$(IFACE), which may be empty.
+// asksForInterface reports whether an option selects an interface.
 func (o Options) asksForInterface() bool {
+	// Manifests contain --iface=$(IFACE), which may be empty.
 	given := func(v string) bool { return v != "" }
 	return slices.ContainsFunc(o.Ifaces, given) || slices.ContainsFunc(o.IfaceRegexes, given) || o.CanReach != ""
 }

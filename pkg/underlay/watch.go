@@ -51,6 +51,7 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 		return err
 	}
 	defer stop()
+
 	f := follower{now: now}
 	for ctx.Err() == nil {
 		o.InUse = f.now
@@ -58,6 +59,7 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 		if ctx.Err() != nil {
 			return nil
 		}
+
 		facts := read.facts
 		err := read.err
 		start := spent()
@@ -66,6 +68,7 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 			c, err = choose(facts, o)
 		}
 		cost := read.cost + spent() - start
+
 		before := f.now
 		moved, again := f.consider(ctx, observation{time.Now(), c.Interface, err, facts.isDown(f.now.Name), facts.cannotSend(f.now) == nil})
 		if moved {
@@ -75,6 +78,7 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 		if len(facts.Links) > 0 { // there are no links if the facts could not be read
 			usable(facts.cannotSend(f.now))
 		}
+
 		if wait.For(ctx, max(leastRest, restFactor*cost)) != nil || wait.ForOr(ctx, again, notified) != nil {
 			return nil
 		}
@@ -82,29 +86,27 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 	return nil
 }
 
-// isDown reports whether the named link cannot carry packets: it is absent, down, or has no
-// carrier.
+// isDown reports whether the named link is absent, down, or has no carrier.
 func (f Facts) isDown(name string) bool {
 	return !slices.ContainsFunc(f.Links, func(l Link) bool { return l.Name == name && l.alive() })
 }
 
-// cannotSend returns the reason why packets cannot be sent from the addresses of i, or nil if
-// they can.
+// cannotSend says why packets cannot be sent from the addresses of i.
 func (f Facts) cannotSend(i Interface) error {
 	for _, a := range i.Addrs {
-		switch {
-		case slices.ContainsFunc(f.Links, func(l Link) bool { return l.sends(a.Local) }):
-		case f.isDown(i.Name):
-			return fmt.Errorf("%s is not there, down, or without a carrier", i.Name)
-		default:
-			return fmt.Errorf("%s cannot send from its address %s", i.Name, a.Local)
+		if slices.ContainsFunc(f.Links, func(l Link) bool { return l.sends(a.Local) }) {
+			continue
 		}
+		if f.isDown(i.Name) {
+			return fmt.Errorf("%s is not there, down, or without a carrier", i.Name)
+		}
+		return fmt.Errorf("%s cannot send from its address %s", i.Name, a.Local)
 	}
 	return nil
 }
 
-// whyLeft returns the reason why the choice from was left for to, as an addition to the reason of to. It
-// returns "" if the addresses stay.
+// whyLeft says why the choice from was left for to, as an addition to the reason of to. It returns "" if
+// the addresses stay.
 func (f Facts) whyLeft(from, to Interface) string {
 	for _, a := range from.Addrs {
 		if to.uses(a.Local) {
@@ -112,10 +114,10 @@ func (f Facts) whyLeft(from, to Interface) string {
 		}
 
 		on := f.linksWith(a.Local)
-		switch {
-		case f.isDown(from.Name):
+		if f.isDown(from.Name) {
 			return fmt.Sprintf("; %s is not there, down, or without a carrier", from.Name)
-		case len(on) == 0:
+		}
+		if len(on) == 0 {
 			return fmt.Sprintf("; %s is gone", a.Local)
 		}
 		if now, _ := on[0].addr(a.Local); !now.usable() {
@@ -147,18 +149,16 @@ type follower struct {
 	unsteady  bool        // the last check has found another interface, which was not taken because of moves
 }
 
-// consider processes the result of a check. moved reports whether the field now has
-// changed. again is the longest time until the next check.
+// consider reports whether the field now has changed. again is the longest time until the next check.
 func (f *follower) consider(ctx context.Context, s observation) (moved bool, again time.Duration) {
 	log := klog.FromContext(ctx)
-	switch {
-	case !s.down:
+	if !s.down {
 		f.downSince = time.Time{}
-	case f.downSince.IsZero():
-		f.downSince = s.at
-	}
-	if s.down {
+	} else {
 		f.lastDown = s.at
+		if f.downSince.IsZero() {
+			f.downSince = s.at
+		}
 	}
 
 	if s.err == nil && worse(s.choice, f.now) {
@@ -222,7 +222,7 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 	return true, checkPeriod
 }
 
-// calm returns how long no further move is allowed at the time at.
+// calm returns how long no further move is allowed.
 func (f *follower) calm(at time.Time) time.Duration {
 	if len(f.moves) < mostMoves {
 		return 0
@@ -230,13 +230,13 @@ func (f *follower) calm(at time.Time) time.Duration {
 	return f.moves[0].Add(moveWindow).Sub(at)
 }
 
-// same reports whether a and b are equal in everything that peers and the kernel use.
+// same compares what peers and the kernel use.
 func same(a, b Interface) bool {
 	return a.Name == b.Name && a.Index == b.Index && a.MTU == b.MTU && slices.Equal(a.Addrs, b.Addrs)
 }
 
-// worse reports whether there is a family in which c has a link-local address and now has a
-// better one. After an interruption the link-local address returns first.
+// worse reports whether c has a link-local address where now has a better one. After an interruption
+// the link-local address returns first.
 func worse(c, now Interface) bool {
 	return slices.ContainsFunc(c.Addrs, func(a Address) bool {
 		if !a.Local.IsLinkLocalUnicast() {
