@@ -37,7 +37,6 @@ func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 	for _, n := range neighbours(c, have) {
 		networks[n] = false
 	}
-
 	for _, n := range t.Own {
 		networks[n] = true
 	}
@@ -65,8 +64,7 @@ func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 	return a
 }
 
-// owner returns the first known network that r contains, or the zero prefix if it contains
-// none.
+// owner returns the first known network that r contains, or the zero prefix.
 func owner(r Rule, known func(netip.Prefix) bool) netip.Prefix {
 	for _, m := range [2]Match{r.Src, r.Dst} {
 		if m.Prefix.IsValid() && known(m.Prefix) {
@@ -76,8 +74,7 @@ func owner(r Rule, known func(netip.Prefix) bool) netip.Prefix {
 	return netip.Prefix{}
 }
 
-// neighbours returns the networks of all daemons that the rules of a chain show, including
-// this daemon. See Arrange.
+// neighbours returns the networks of all daemons that the rules of a chain show, as Arrange explains.
 func neighbours(c Chain, have []*Rule) []netip.Prefix {
 	var networks []netip.Prefix
 	for _, r := range have {
@@ -108,10 +105,7 @@ func contains(have []*Rule, r Rule) bool {
 // flannel did not have.
 func (t Table) Legacy(c Chain, r Rule, commented bool) bool {
 	n := owner(r, func(n netip.Prefix) bool { return slices.Contains(t.Own, n) })
-	if !n.IsValid() || r.Marked {
-		return false
-	}
-	if c == GuardForward || c == GuardInput {
+	if !n.IsValid() || r.Marked || c == GuardForward || c == GuardInput {
 		return false
 	}
 	if c == Forward {
@@ -121,9 +115,7 @@ func (t Table) Legacy(c Chain, r Rule, commented bool) bool {
 
 	subnetOf := func(m Match) bool { return m.Prefix.IsValid() && !m.Not && prefix.Contains(n, m.Prefix) }
 	switch {
-	case r.Action == Return && r.Src == In(n):
-		return subnetOf(r.Dst)
-	case r.Action == Return && r.Src == notIn(n):
+	case r.Action == Return && (r.Src == In(n) || r.Src == notIn(n)):
 		return subnetOf(r.Dst)
 	case r.Action >= Masquerade && r.Src == In(n):
 		return r.Dst == notIn(multicast(prefix.FamilyOf(n.Addr())))

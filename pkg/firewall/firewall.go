@@ -167,7 +167,7 @@ func (t Table) Rules(c Chain) []Rule {
 	return slices.Concat(common(c), t.rules[c])
 }
 
-// multicast returns the multicast addresses, which are never masqueraded.
+// multicast addresses are never masqueraded.
 func multicast(f prefix.Family) netip.Prefix {
 	if f == prefix.IPv4 {
 		return netip.PrefixFrom(netip.AddrFrom4([4]byte{224}), 4)
@@ -208,7 +208,7 @@ func TableOf(f prefix.Family, policies ...Policy) Table {
 	return t
 }
 
-// add adds the rules of a network of p, except for those that masquerade.
+// add adds the rules of a network, except for those that masquerade.
 func (t *Table) add(p Policy, n Network) {
 	t.Own = append(t.Own, n.Network.Masked())
 	if p.Masquerade {
@@ -227,16 +227,13 @@ func (t *Table) add(p Policy, n Network) {
 	}
 }
 
-// append adds rules to the end of a chain.
 func (t *Table) append(c Chain, rules ...Rule) {
 	if len(rules) > 0 {
 		t.rules[c] = append(t.rules[c], rules...)
 	}
 }
 
-// keepSource returns the rules that keep the source address of some packets: those between pods of this
-// host and pods of any host, those from pods to destinations in NonMasquerade, and, unless p.Several is
-// set, those from outside to pods of this host.
+// keepSource returns the rules that keep the source address of packets.
 func (p Policy) keepSource(n Network) []Rule {
 	network := In(n.Network)
 	subnet := In(n.Subnet)
@@ -244,7 +241,7 @@ func (p Policy) keepSource(n Network) []Rule {
 		{Src: subnet, Dst: network, Action: Return},
 		{Src: network, Dst: subnet, Action: Return},
 	}
-	if !p.Several {
+	if !p.Several { // otherwise masqueradeOthers adds this rule, after those of other networks
 		rules = append(rules, toOwnPods(n))
 	}
 
@@ -258,8 +255,7 @@ func (p Policy) keepSource(n Network) []Rule {
 	return rules
 }
 
-// toOwnPods returns the rule that keeps the source address of packets from outside to pods of this
-// host.
+// toOwnPods keeps the source address of packets from outside to pods of this host.
 func toOwnPods(n Network) Rule {
 	return Rule{Src: notIn(n.Network), Dst: In(n.Subnet), Action: Return}
 }
@@ -271,15 +267,13 @@ func (p Policy) masqueradeAction() Action {
 	return Masquerade
 }
 
-// masqueradePods returns the rule that masquerades packets from pods to all destinations for which no
-// rule of keepSource precedes it, except for multicast.
+// masqueradePods masquerades packets from pods for which no rule of keepSource precedes it.
 func (p Policy) masqueradePods(n Network) Rule {
 	return Rule{Src: In(n.Network), Dst: notIn(multicast(prefix.FamilyOf(n.Network.Addr()))), Action: p.masqueradeAction()}
 }
 
-// masqueradeOthers returns the rules that masquerade packets from sources outside of the network to pods of
-// other hosts, because the answers of these pods must come back through this host. If p.Several is set, it
-// also returns the rule of toOwnPods, which keepSource then leaves out.
+// masqueradeOthers masquerades packets from outside of the network to pods of other hosts, because the
+// answers of these pods must come back through this host.
 func (p Policy) masqueradeOthers(n Network) []Rule {
 	var rules []Rule
 	if p.Several {
@@ -288,11 +282,9 @@ func (p Policy) masqueradeOthers(n Network) []Rule {
 	return append(rules, Rule{Src: notIn(n.Network), Dst: In(n.Network), Action: p.masqueradeAction()})
 }
 
-// guard returns rules that drop tunnel packets from this host's pods to hosts. Pods may
-// have tunnels between each other, unless pods and hosts share addresses (HostsInside). In
-// GuardInput, the method add has one more rule, which drops tunnel packets from any pod to the
-// host's own addresses in its subnet. No rule drops packets that hosts send to each other,
-// because the address of a host may be in the network, but not in a subnet.
+// guard returns rules that drop tunnel packets from this host's pods to hosts. Pods may have tunnels
+// between each other, unless pods and hosts share addresses (HostsInside). Packets that hosts send to
+// each other pass: the address of a host may be in the network, but not in a subnet.
 func (n Network) guard(tunnel Payload) []Rule {
 	rules := []Rule{{Src: In(n.Subnet), Dst: notIn(n.Network), Payload: tunnel, Action: Drop}}
 	if n.HostsInside {
@@ -301,10 +293,9 @@ func (n Network) guard(tunnel Payload) []Rule {
 	return rules
 }
 
-// common returns the rules at the head of a chain, which all daemons share. Postrouting has
-// one, which leaves packets with Mark to kube-proxy. The other chains have none.
+// common returns the rules at the head of a chain, which all daemons share.
 func common(c Chain) []Rule {
-	if c == Postrouting {
+	if c == Postrouting { // packets with Mark belong to kube-proxy
 		return []Rule{{Marked: true, Action: Return}}
 	}
 	return nil

@@ -6,7 +6,6 @@ import (
 	"bytes"
 	"cmp"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"slices"
 
@@ -26,12 +25,13 @@ func Blocks(packets []firewall.Packet) (blocks []firewall.Block, err error) {
 		return nil, err
 	}
 	chains, err := c.ListChains()
-	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EPROTONOSUPPORT) {
-		return nil, nil // the kernel has no nftables
+	if lacksNFTables(err) {
+		return nil, nil
 	}
 	if err != nil {
 		return nil, err
 	}
+
 	ofIPTables := func(t *nftables.Table) bool {
 		return t.Family != nftables.TableFamilyINet && slices.ContainsFunc(chains, func(c *nftables.Chain) bool {
 			return c.Table.Name == t.Name && c.Table.Family == t.Family && slices.Contains([]string{"PREROUTING", "INPUT", "FORWARD"}, c.Name)
@@ -67,7 +67,6 @@ func familyName(f nftables.TableFamily) string {
 	return map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6", nftables.TableFamilyINet: "inet"}[f]
 }
 
-// fate is what a chain decides about a packet.
 type fate int
 
 const (
@@ -82,7 +81,6 @@ type outcome struct {
 	doubtful    bool   // an earlier rule may have decided
 }
 
-// follower follows a packet through chains.
 type follower struct {
 	conn   *nftables.Conn
 	chains []*nftables.Chain
@@ -90,7 +88,6 @@ type follower struct {
 	raw    []byte // the headers of the packet
 }
 
-// ipHeader is the length of an IP header in bytes.
 func (f follower) ipHeader() int {
 	if f.packet.Src.Is4() {
 		return 20
@@ -98,7 +95,7 @@ func (f follower) ipHeader() int {
 	return 40
 }
 
-// passes reports whether the packet passes a base chain for filters.
+// passes reports whether c is a base chain for filters that the packet passes.
 func (f follower) passes(c *nftables.Chain) bool {
 	own := nftables.TableFamilyIPv4
 	if f.packet.Src.Is6() {
@@ -109,10 +106,9 @@ func (f follower) passes(c *nftables.Chain) bool {
 	}
 
 	hooks := []nftables.ChainHook{*nftables.ChainHookPrerouting, *nftables.ChainHookForward, *nftables.ChainHookPostrouting}
-	switch "" {
-	case f.packet.In:
+	if f.packet.In == "" {
 		hooks = []nftables.ChainHook{*nftables.ChainHookOutput, *nftables.ChainHookPostrouting}
-	case f.packet.Out:
+	} else if f.packet.Out == "" {
 		hooks = []nftables.ChainHook{*nftables.ChainHookPrerouting, *nftables.ChainHookInput}
 	}
 	return slices.Contains(hooks, *c.Hooknum)
@@ -166,8 +162,8 @@ func (f follower) follow(c *nftables.Chain, depth int) (o outcome, err error) {
 	return o, nil
 }
 
-// apply returns the verdict of a rule about the packet, or nil if the packet does not meet its conditions or
-// there is none. certain is false if it is not known whether the packet meets a condition.
+// apply returns the verdict of a rule about the packet, or nil. certain is false if it is not known
+// whether the packet meets a condition.
 func (f follower) apply(r *nftables.Rule) (v *expr.Verdict, certain bool, err error) {
 	registers := map[uint32][]byte{} // a register that is missing is unknown
 	certain = true
@@ -224,7 +220,7 @@ func (f follower) apply(r *nftables.Rule) (v *expr.Verdict, certain bool, err er
 	return nil, certain, nil
 }
 
-// meta returns the value of a key, or nil if it is not known.
+// meta returns nil if the value of the key is not known.
 func (f follower) meta(key expr.MetaKey) []byte {
 	name := func(device string) []byte {
 		b := make([]byte, unix.IFNAMSIZ)
@@ -255,7 +251,7 @@ func (f follower) meta(key expr.MetaKey) []byte {
 	}
 }
 
-// payload returns a part of the packet, or nil if it is not known.
+// payload returns nil if that part of the packet is not known.
 func (f follower) payload(e *expr.Payload) []byte {
 	start := int(e.Offset)
 	switch e.Base {
@@ -271,14 +267,14 @@ func (f follower) payload(e *expr.Payload) []byte {
 	return nil
 }
 
-// encodePacket returns the headers of a packet. The fields that Packet lacks are zero, and those of its transport end
-// after the ports.
+// encodePacket returns the headers of a packet up to the ports. The fields that Packet lacks are zero.
 func encodePacket(p firewall.Packet) []byte {
 	h := headerOf(prefix.FamilyOf(p.Src))
 	raw := make([]byte, h.dst+h.length)
 	copy(raw[h.src:], p.Src.AsSlice())
 	copy(raw[h.dst:], p.Dst.AsSlice())
 	raw[h.protocol] = p.Protocol
+
 	const anyPort = 50000
 	raw = binary.BigEndian.AppendUint16(raw, anyPort)
 	return binary.BigEndian.AppendUint16(raw, p.Port)
@@ -295,8 +291,7 @@ func bitwise(e *expr.Bitwise, from []byte) []byte {
 	return to
 }
 
-// compare returns whether a register meets a condition. Data that is shorter is compared with its beginning, as for
-// patterns of names.
+// compare compares shorter data with the beginning of the register, as for patterns of names.
 func compare(e *expr.Cmp, have []byte) (met, known bool) {
 	if have == nil || len(have) < len(e.Data) {
 		return false, false
@@ -320,7 +315,7 @@ func compare(e *expr.Cmp, have []byte) (met, known bool) {
 	return false, false
 }
 
-// elements returns the elements of a set in their order, and whether they are limits of intervals.
+// elements returns the sorted elements of a set, and whether they are limits of intervals.
 func (f follower) elements(t *nftables.Table, name string) (elements []nftables.SetElement, interval bool, err error) {
 	set, err := f.conn.GetSetByName(t, name)
 	if err != nil {
@@ -340,7 +335,7 @@ func limit(e nftables.SetElement) int {
 	return 0
 }
 
-// search returns the element that contains key, or nil if none does. ok is false if that is not known.
+// search returns the element that contains key. ok is false if that is not known.
 func search(elements []nftables.SetElement, interval bool, key []byte) (found *nftables.SetElement, ok bool) {
 	if key == nil {
 		return nil, false

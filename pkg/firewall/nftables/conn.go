@@ -32,7 +32,7 @@ var errNoKernel = errors.New("the kernel has no nftables")
 // conn is a connection to nftables in the kernel, for one family.
 type conn struct {
 	nl     *netlink.Conn
-	family uint8 // NFPROTO_*
+	family prefix.Family
 }
 
 func dial(f prefix.Family) (*conn, error) {
@@ -43,7 +43,7 @@ func dial(f prefix.Family) (*conn, error) {
 	if err := oneline.Join(nl.SetDeadline(time.Now().Add(answerTimeout)), nl.SetWriteBuffer(batchBuffer), nl.SetReadBuffer(batchBuffer)); err != nil {
 		return nil, oneline.Join(err, nl.Close())
 	}
-	return &conn{nl, protocol(f)}, nil
+	return &conn{nl, f}, nil
 }
 
 func protocol(f prefix.Family) uint8 {
@@ -61,22 +61,21 @@ func (c *conn) message(typ uint16, flags netlink.HeaderFlags, attrs []byte) netl
 			Type:  netlink.HeaderType(unix.NFNL_SUBSYS_NFTABLES<<8 | typ),
 			Flags: netlink.Request | flags,
 		},
-		Data: append([]byte{c.family, unix.NFNETLINK_V0, 0, 0}, attrs...),
+		Data: append([]byte{protocol(c.family), unix.NFNETLINK_V0, 0, 0}, attrs...),
 	}
 }
 
-// get requests one object, or with netlink.Dump many objects, and calls take with the
-// attributes of each. If the object does not exist it returns nil and does not call take.
-// It returns errNoKernel if the kernel has no nftables, and errRaced if the ruleset changed
-// during a dump.
+// get requests one object, or with netlink.Dump many, and calls take with the attributes of each. It is
+// no error if the object does not exist. It returns errRaced if the ruleset changed during a dump.
 func (c *conn) get(typ uint16, flags netlink.HeaderFlags, attrs []byte, take func(*netlink.AttributeDecoder) error) error {
 	answers, err := c.nl.Execute(c.message(typ, flags, attrs))
-	switch {
-	case errors.Is(err, unix.ENOENT):
+	if errors.Is(err, unix.ENOENT) {
 		return nil
-	case errors.Is(err, unix.EINVAL), errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.EPROTONOSUPPORT):
+	}
+	if lacksNFTables(err) {
 		return fmt.Errorf("%w: %w", errNoKernel, err)
-	case err != nil:
+	}
+	if err != nil {
 		return err
 	}
 
@@ -98,6 +97,10 @@ func (c *conn) get(typ uint16, flags netlink.HeaderFlags, attrs []byte, take fun
 	return nil
 }
 
+func lacksNFTables(err error) bool {
+	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EPROTONOSUPPORT)
+}
+
 func decoder(b []byte) (*netlink.AttributeDecoder, error) {
 	ad, err := netlink.NewAttributeDecoder(b)
 	if err != nil {
@@ -107,7 +110,6 @@ func decoder(b []byte) (*netlink.AttributeDecoder, error) {
 	return ad, nil
 }
 
-// attributes encodes the attributes that fill adds.
 func attributes(fill func(*netlink.AttributeEncoder)) []byte {
 	ae := netlink.NewAttributeEncoder()
 	ae.ByteOrder = binary.BigEndian
@@ -129,10 +131,8 @@ func (c *conn) generation() (id uint32, err error) {
 	return id, err
 }
 
-// commit executes either all of changes or none. changes must not be empty. commit returns
-// errRaced without a change if the ruleset no longer has the given generation. Only the
-// last change requests an acknowledgement, which follows all errors, because the
-// acknowledgements of many changes would not fit the receive buffer.
+// commit executes all of changes, of which there must be some, or none. It returns errRaced if the
+// ruleset no longer has the given generation.
 func (c *conn) commit(generation uint32, changes []netlink.Message) error {
 	limit := func(typ netlink.HeaderType, attrs []byte) netlink.Message {
 		data := append([]byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}, attrs...)
@@ -142,6 +142,8 @@ func (c *conn) commit(generation uint32, changes []netlink.Message) error {
 	begin := limit(unix.NFNL_MSG_BATCH_BEGIN, attributes(func(ae *netlink.AttributeEncoder) {
 		ae.Uint32(unix.NFNL_BATCH_GENID, generation)
 	}))
+
+	// The last acknowledgement follows all errors. Those of many changes would not fit the buffer.
 	changes[len(changes)-1].Header.Flags |= netlink.Acknowledge
 	if _, err := c.nl.SendMessages(slices.Concat([]netlink.Message{begin}, changes, []netlink.Message{limit(unix.NFNL_MSG_BATCH_END, nil)})); err != nil {
 		return err

@@ -25,22 +25,22 @@ const (
 // network from the containers behind b. The result is zero if Docker has no rules in
 // nftables.
 func Docker(b firewall.DockerBridge) (cut firewall.DockerCut, err error) {
-	f := prefix.FamilyOf(b.Subnet.Addr())
-	c, err := dial(f)
+	c, err := dial(prefix.FamilyOf(b.Subnet.Addr()))
 	if err != nil {
 		return cut, err
 	}
 	defer c.close()
+
 	for range attempts {
-		if cut, err = c.docker(f, b); !errors.Is(err, errRaced) {
+		if cut, err = c.docker(b); !errors.Is(err, errRaced) {
 			break
 		}
 	}
 	return cut, err
 }
 
-func (c *conn) docker(f prefix.Family, b firewall.DockerBridge) (cut firewall.DockerCut, err error) {
-	raw, err := c.dockerRules(f, dockerRaw)
+func (c *conn) docker(b firewall.DockerBridge) (cut firewall.DockerCut, err error) {
+	raw, err := c.dockerRules(dockerRaw)
 	if err != nil {
 		return cut, err
 	}
@@ -48,7 +48,7 @@ func (c *conn) docker(f prefix.Family, b firewall.DockerBridge) (cut firewall.Do
 		return r.Name == "DROP" && r.dst.IsValid() && b.Subnet.Contains(r.dst) && !r.trusts
 	})
 
-	forward, err := c.dockerRules(f, dockerForward+b.Name)
+	forward, err := c.dockerRules(dockerForward + b.Name)
 	if err != nil {
 		return cut, err
 	}
@@ -58,12 +58,12 @@ func (c *conn) docker(f prefix.Family, b firewall.DockerBridge) (cut firewall.Do
 	return cut, nil
 }
 
-func (c *conn) dockerRules(f prefix.Family, chain string) (rules []dockerRule, err error) {
-	_, exists, err := c.targets(f, dockerTable, chain)
+func (c *conn) dockerRules(chain string) (rules []dockerRule, err error) {
+	_, exists, err := c.targets(dockerTable, chain)
 	if err != nil || !exists {
 		return nil, err
 	}
-	err = c.eachRule(dockerTable, chain, func(r ruleState) { rules = append(rules, readDockerRule(f, r.raw)) })
+	err = c.eachRule(dockerTable, chain, func(r ruleState) { rules = append(rules, readDockerRule(c.family, r.raw)) })
 	return rules, err
 }
 

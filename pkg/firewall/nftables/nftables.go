@@ -9,6 +9,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
@@ -96,26 +97,26 @@ func apply(ctx context.Context, t firewall.Table) (changed bool, err error) {
 	for range attempts {
 		wrote, more, err := once(t)
 		changed = changed || wrote
-		switch {
-		case err == nil && !more, err != nil && !errors.Is(err, errRaced):
+		if err == nil && !more || err != nil && !errors.Is(err, errRaced) {
 			return changed, err
-		case ctx.Err() != nil:
+		}
+		if ctx.Err() != nil {
 			return changed, context.Cause(ctx)
 		}
 	}
 	return changed, errRaced
 }
 
-// once reads the rules, plans and writes. The write succeeds only if the ruleset has not
-// changed since the read; otherwise once returns errRaced. A dormant table takes two
-// transactions, because the kernel does not accept its activation together with changes of
-// its chains: more reports that once must be called again.
+// once reads the rules, plans and writes. It returns errRaced if the ruleset has changed meanwhile. If
+// more is set, once must be called again: the kernel does not accept the activation of a dormant table
+// together with changes of its chains.
 func once(t firewall.Table) (changed, more bool, err error) {
 	c, err := dial(t.Family)
 	if err != nil {
 		return false, false, err
 	}
 	defer c.close()
+
 	generation, err := c.generation()
 	if err != nil {
 		return false, false, err
@@ -134,8 +135,7 @@ func once(t firewall.Table) (changed, more bool, err error) {
 	return true, have.dormant, nil
 }
 
-// plan returns the changes that turn have, which is the existing table, into t. It returns
-// none if there is nothing to change.
+// plan returns the changes that turn the existing table into t.
 func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 	var changes []netlink.Message
 	left := have.chains
@@ -143,12 +143,11 @@ func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 	for _, chain := range firewall.Chains() {
 		there := have.ours[chain]
 		a := t.Arrange(chain, there.decoded)
-		switch {
-		case a.Empty() && there.exists:
-			changes = append(changes, c.delChain(t, chain)...)
-			left--
-			continue
-		case a.Empty():
+		if a.Empty() {
+			if there.exists {
+				changes = append(changes, c.delChain(chain)...)
+				left--
+			}
 			continue
 		}
 
@@ -157,7 +156,7 @@ func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 			continue
 		}
 
-		of, err := c.planChain(t, chain, there, a)
+		of, err := c.planChain(chain, there, a)
 		if err != nil {
 			return nil, err
 		}
@@ -166,56 +165,44 @@ func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 
 	switch {
 	case wanted && !have.exists:
-		changes = append([]netlink.Message{c.newTable(t)}, changes...)
+		changes = append([]netlink.Message{c.newTable()}, changes...)
 	case wanted && have.dormant && len(changes) == 0:
-		return []netlink.Message{c.newTable(t)}, nil
+		return []netlink.Message{c.newTable()}, nil
 	case have.exists && !wanted && left == 0:
 		return []netlink.Message{c.delTable(tableName(t.Family))}, nil
 	}
 	return changes, nil
 }
 
-// planChain plans one chain that is wanted and not as it should be. It leaves rules of
-// other daemons alone. If the chain itself must be created again, it writes these rules
-// again unchanged.
-func (c *conn) planChain(t firewall.Table, chain firewall.Chain, there chainState, a firewall.Arrangement) ([]netlink.Message, error) {
+// planChain plans one chain that is wanted and not as it should be. Rules of other daemons stay.
+func (c *conn) planChain(chain firewall.Chain, there chainState, a firewall.Arrangement) ([]netlink.Message, error) {
 	var changes []netlink.Message
 	rebuild := there.exists && !there.right
 	if rebuild {
-		changes = append(changes, c.delChain(t, chain)...)
+		changes = append(changes, c.delChain(chain)...)
 	}
 	if rebuild || !there.exists {
-		changes = append(changes, c.newChain(t, chain))
-	}
-
-	keep := map[int]bool{}
-	for _, i := range a.Others {
-		keep[i] = true
-		if rebuild {
-			changes = append(changes, c.newRule(t, chain, there.rules[i].raw, netlink.Append))
-		}
+		changes = append(changes, c.newChain(chain))
 	}
 
 	for i, r := range there.rules {
-		if !keep[i] && !rebuild {
-			changes = append(changes, c.delRule(t, chain, r.handle))
+		if other := slices.Contains(a.Others, i); other && rebuild {
+			changes = append(changes, c.newRule(chain, r.raw, netlink.Append))
+		} else if !other && !rebuild {
+			changes = append(changes, c.delRule(chain, r.handle))
 		}
 	}
 
-	for _, r := range a.Common { // without Append a rule is added at the head
-		raw, err := encode(t.Family, r)
+	for i, r := range slices.Concat(a.Common, a.Own) {
+		raw, err := encode(c.family, r)
 		if err != nil {
 			return nil, err
 		}
-		changes = append(changes, c.newRule(t, chain, raw, 0))
-	}
-
-	for _, r := range a.Own {
-		raw, err := encode(t.Family, r)
-		if err != nil {
-			return nil, err
+		var flags netlink.HeaderFlags // at the head
+		if i >= len(a.Common) {
+			flags = netlink.Append
 		}
-		changes = append(changes, c.newRule(t, chain, raw, netlink.Append))
+		changes = append(changes, c.newRule(chain, raw, flags))
 	}
 	return changes, nil
 }

@@ -29,7 +29,7 @@ func headerOf(f prefix.Family) header {
 
 const register = unix.NFT_REG_1
 
-// encode returns a rule as expressions, in the form of the attribute NFTA_RULE_EXPRESSIONS.
+// encode returns the attribute NFTA_RULE_EXPRESSIONS.
 func encode(f prefix.Family, r firewall.Rule) ([]byte, error) {
 	var exprs []expr.Any
 	if r.Marked {
@@ -105,8 +105,7 @@ func carries(p firewall.Payload) []expr.Any {
 	return exprs
 }
 
-// mask returns a netmask of length bytes. Its first bits are set. ones is the number of these
-// bits.
+// mask returns a netmask of length bytes.
 func mask(ones, length int) []byte {
 	m := make([]byte, length)
 	for i := range m {
@@ -115,8 +114,7 @@ func mask(ones, length int) []byte {
 	return m
 }
 
-// decode parses the expressions of a rule. ok reports whether flannel creates such a
-// rule, in any of the forms in which nft writes it.
+// decode reports whether flannel creates such a rule, in any of the forms in which nft writes it.
 func decode(f prefix.Family, raw []byte) (r firewall.Rule, ok bool) {
 	d := decoding{family: f}
 	fits := true
@@ -127,8 +125,7 @@ func decode(f prefix.Family, raw []byte) (r firewall.Rule, ok bool) {
 	return d.rule, err == nil && fits && d.rule.Action != 0 && d.idle()
 }
 
-// eachExpression calls take with the name and the attributes of each expression of a rule,
-// until take returns false. It returns an error if the rule is malformed.
+// eachExpression calls take with each expression of a rule, until take returns false.
 func eachExpression(raw []byte, take func(name string, data []byte) bool) error {
 	ad, err := decoder(raw)
 	if err != nil {
@@ -167,12 +164,11 @@ type decoding struct {
 	mask     []byte        // netmask applied to the register; nil if none
 }
 
-// idle reports whether the register is free. If it contains a value, the rule must compare that
-// value before it can load another one or end.
+// idle reports whether the register is free. A rule must compare a value before it can load another
+// one or end.
 func (d *decoding) idle() bool { return d.payload == nil && !d.mark && !d.protocol }
 
-// take parses the next expression. It returns false if flannel creates no rule with this
-// expression in this place.
+// take returns false if flannel creates no rule with this expression in this place.
 func (d *decoding) take(name string, data []byte) bool {
 	if d.rule.Action != 0 {
 		return false // the rule has ended already
@@ -226,8 +222,7 @@ func (d *decoding) take(name string, data []byte) bool {
 	return false
 }
 
-// compare parses the comparison of the register with a value, and sets the condition in
-// d.rule. It returns false if flannel creates no rule with this comparison.
+// compare adds the comparison of the register with a value to d.rule, if flannel makes such a one.
 func (d *decoding) compare(e expr.Cmp) bool {
 	if d.mark {
 		mark := binary.NativeEndian.AppendUint32(nil, firewall.Mark)
@@ -287,14 +282,12 @@ func (d *decoding) compare(e expr.Cmp) bool {
 	return ok
 }
 
-// readsPort reports whether e loads the destination port of UDP. That is the case only
-// after a comparison of the protocol with UDP.
+// readsPort reports whether e loads the destination port of UDP, after a comparison of the protocol.
 func (d *decoding) readsPort(e expr.Payload) bool {
 	return e.Base == expr.PayloadBaseTransportHeader && e.Offset == portOffset && e.Len == portLength && d.rule.Payload.Protocol == firewall.UDP
 }
 
-// verdict parses the data of an immediate expression. It returns 0 for a verdict without
-// an Action.
+// verdict parses the data of an immediate expression. Not all verdicts have an Action.
 func verdict(data []byte) (a firewall.Action) {
 	for _, nested := range []uint16{unix.NFTA_IMMEDIATE_DATA, unix.NFTA_DATA_VERDICT, unix.NFTA_VERDICT_CODE} {
 		data = attribute(data, nested)
@@ -320,7 +313,6 @@ const (
 	nfAccept = 1
 )
 
-// attribute returns the value of the attribute typ, or nil if there is none.
 func attribute(b []byte, typ uint16) []byte {
 	ad, err := decoder(b)
 	if err != nil {

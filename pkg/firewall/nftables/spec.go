@@ -9,7 +9,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// spec describes one of flanneld's chains.
 type spec struct {
 	name, comment  string
 	kind           string

@@ -8,10 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/firewall"
-	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// table is a table in the kernel.
 type table struct {
 	exists, dormant bool
 	chains          uint32 // number of chains, sets and other objects in the table, including foreign ones
@@ -31,8 +29,7 @@ type ruleState struct {
 	raw    []byte // expressions
 }
 
-// table reads the named table and flanneld's chains in it. exists is false if there is no
-// such table.
+// table reads the named table and flanneld's chains in it.
 func (c *conn) table(name string) (table, error) {
 	t := table{ours: map[firewall.Chain]chainState{}}
 	attrs := attributes(func(ae *netlink.AttributeEncoder) { ae.String(unix.NFTA_TABLE_NAME, name) })
@@ -105,14 +102,13 @@ func (c *conn) rules(table, chain string, s *chainState) error {
 	return c.eachRule(table, chain, func(r ruleState) {
 		s.rules = append(s.rules, r)
 		var decoded *firewall.Rule
-		if rule, ok := decode(c.decodeFamily(), r.raw); ok {
+		if rule, ok := decode(c.family, r.raw); ok {
 			decoded = &rule
 		}
 		s.decoded = append(s.decoded, decoded)
 	})
 }
 
-// eachRule calls take with the rules of a chain, in their order.
 func (c *conn) eachRule(table, chain string, take func(ruleState)) error {
 	attrs := attributes(func(ae *netlink.AttributeEncoder) {
 		ae.String(unix.NFTA_RULE_TABLE, table)
@@ -133,13 +129,6 @@ func (c *conn) eachRule(table, chain string, take func(ruleState)) error {
 	})
 }
 
-func (c *conn) decodeFamily() prefix.Family {
-	if c.family == unix.NFPROTO_IPV4 {
-		return prefix.IPv4
-	}
-	return prefix.IPv6
-}
-
 // commentType is the type of the comment in the user data of tables and chains.
 const commentType = userdata.Type(0)
 
@@ -152,11 +141,11 @@ const (
 	nftaChainUserdata = 12
 )
 
-func (c *conn) newTable(t firewall.Table) netlink.Message {
+func (c *conn) newTable() netlink.Message {
 	return c.message(unix.NFT_MSG_NEWTABLE, netlink.Create, attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(unix.NFTA_TABLE_NAME, tableName(t.Family))
+		ae.String(unix.NFTA_TABLE_NAME, tableName(c.family))
 		ae.Uint32(unix.NFTA_TABLE_FLAGS, 0)
-		ae.Bytes(nftaTableUserdata, comment(tableComment(t.Family)))
+		ae.Bytes(nftaTableUserdata, comment(tableComment(c.family)))
 	}))
 }
 
@@ -166,10 +155,10 @@ func (c *conn) delTable(name string) netlink.Message {
 	}))
 }
 
-func (c *conn) newChain(t firewall.Table, chain firewall.Chain) netlink.Message {
+func (c *conn) newChain(chain firewall.Chain) netlink.Message {
 	s := specOf(chain)
 	return c.message(unix.NFT_MSG_NEWCHAIN, netlink.Create, attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(unix.NFTA_CHAIN_TABLE, tableName(t.Family))
+		ae.String(unix.NFTA_CHAIN_TABLE, tableName(c.family))
 		ae.String(unix.NFTA_CHAIN_NAME, s.name)
 		ae.Nested(unix.NFTA_CHAIN_HOOK, func(hook *netlink.AttributeEncoder) error {
 			hook.Uint32(unix.NFTA_HOOK_HOOKNUM, s.hook)
@@ -182,34 +171,32 @@ func (c *conn) newChain(t firewall.Table, chain firewall.Chain) netlink.Message 
 	}))
 }
 
-// delChain returns the messages that delete a chain with its rules.
-func (c *conn) delChain(t firewall.Table, chain firewall.Chain) []netlink.Message {
+func (c *conn) delChain(chain firewall.Chain) []netlink.Message {
 	name := specOf(chain).name
 	return []netlink.Message{
-		c.message(unix.NFT_MSG_DELRULE, 0, attributes(func(ae *netlink.AttributeEncoder) {
-			ae.String(unix.NFTA_RULE_TABLE, tableName(t.Family))
+		c.message(unix.NFT_MSG_DELRULE, 0, attributes(func(ae *netlink.AttributeEncoder) { // all rules of the chain
+			ae.String(unix.NFTA_RULE_TABLE, tableName(c.family))
 			ae.String(unix.NFTA_RULE_CHAIN, name)
 		})),
 		c.message(unix.NFT_MSG_DELCHAIN, 0, attributes(func(ae *netlink.AttributeEncoder) {
-			ae.String(unix.NFTA_CHAIN_TABLE, tableName(t.Family))
+			ae.String(unix.NFTA_CHAIN_TABLE, tableName(c.family))
 			ae.String(unix.NFTA_CHAIN_NAME, name)
 		})),
 	}
 }
 
-// newRule returns the message that adds a rule at the head of its chain or, if flags contain
-// netlink.Append, at the end.
-func (c *conn) newRule(t firewall.Table, chain firewall.Chain, expressions []byte, flags netlink.HeaderFlags) netlink.Message {
+// newRule adds a rule at the head of its chain or, if flags contain netlink.Append, at the end.
+func (c *conn) newRule(chain firewall.Chain, expressions []byte, flags netlink.HeaderFlags) netlink.Message {
 	return c.message(unix.NFT_MSG_NEWRULE, netlink.Create|flags, attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(unix.NFTA_RULE_TABLE, tableName(t.Family))
+		ae.String(unix.NFTA_RULE_TABLE, tableName(c.family))
 		ae.String(unix.NFTA_RULE_CHAIN, specOf(chain).name)
 		ae.Bytes(unix.NLA_F_NESTED|unix.NFTA_RULE_EXPRESSIONS, expressions)
 	}))
 }
 
-func (c *conn) delRule(t firewall.Table, chain firewall.Chain, handle uint64) netlink.Message {
+func (c *conn) delRule(chain firewall.Chain, handle uint64) netlink.Message {
 	return c.message(unix.NFT_MSG_DELRULE, 0, attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(unix.NFTA_RULE_TABLE, tableName(t.Family))
+		ae.String(unix.NFTA_RULE_TABLE, tableName(c.family))
 		ae.String(unix.NFTA_RULE_CHAIN, specOf(chain).name)
 		ae.Uint64(unix.NFTA_RULE_HANDLE, handle)
 	}))

@@ -33,15 +33,16 @@ func Targets(f prefix.Family, table, chain string) (targets []Target, exists boo
 		return nil, false, err
 	}
 	defer c.close()
+
 	for range attempts {
-		if targets, exists, err = c.targets(f, table, chain); !errors.Is(err, errRaced) {
+		if targets, exists, err = c.targets(table, chain); !errors.Is(err, errRaced) {
 			break
 		}
 	}
 	return targets, exists, err
 }
 
-func (c *conn) targets(f prefix.Family, table, chain string) (targets []Target, exists bool, err error) {
+func (c *conn) targets(table, chain string) (targets []Target, exists bool, err error) {
 	attrs := attributes(func(ae *netlink.AttributeEncoder) {
 		ae.String(unix.NFTA_CHAIN_TABLE, table)
 		ae.String(unix.NFTA_CHAIN_NAME, chain)
@@ -54,11 +55,11 @@ func (c *conn) targets(f prefix.Family, table, chain string) (targets []Target, 
 	if err != nil || !exists {
 		return nil, false, err
 	}
-	err = c.eachRule(table, chain, func(r ruleState) { targets = append(targets, targetOf(f, r.raw)) })
+	err = c.eachRule(table, chain, func(r ruleState) { targets = append(targets, targetOf(c.family, r.raw)) })
 	return targets, true, err
 }
 
-// targetOf parses the expressions of a rule. An unknown expression counts as a condition.
+// targetOf takes an unknown expression as a condition.
 func targetOf(f prefix.Family, raw []byte) Target {
 	l := Target{Always: true}
 	err := eachExpression(raw, func(name string, data []byte) bool {
@@ -72,9 +73,11 @@ func targetOf(f prefix.Family, raw []byte) Target {
 			l.Name = "REJECT"
 		case "immediate":
 			target, ok := verdictTarget(data)
-			l.Name, l.Always = target, l.Always && ok
+			l.Name = target
+			l.Always = l.Always && ok
 		default:
-			l.Always, l.Hidden = false, l.Hidden || !printed(f, name, data)
+			l.Always = false
+			l.Hidden = l.Hidden || !printed(f, name, data)
 		}
 		return true
 	})
@@ -102,8 +105,7 @@ func printed(f prefix.Family, name string, data []byte) bool {
 	return false
 }
 
-// verdictTarget parses the data of an immediate expression. target is the chain of a jump
-// or goto, or the name of the verdict. ok is false if the expression is not such a verdict.
+// verdictTarget parses the data of an immediate expression: a jump, a goto, or another verdict.
 func verdictTarget(data []byte) (target string, ok bool) {
 	v := attribute(attribute(data, unix.NFTA_IMMEDIATE_DATA), unix.NFTA_DATA_VERDICT)
 	code := attribute(v, unix.NFTA_VERDICT_CODE)

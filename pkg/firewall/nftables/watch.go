@@ -88,8 +88,8 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 	return nil
 }
 
-// backlog reads the messages that have arrived during a pause, and reports whether one of them concerns the
-// places. Without backlog, a program that has written thousands of rules would cause a wake for every few
+// backlog reads the messages that have arrived during a pause, and reports whether one of them concerns
+// the places. A program that has written thousands of rules would otherwise cause a wake for every few
 // of them, long after it has finished.
 func backlog(ctx context.Context, nl *netlink.Conn, places []firewall.Place) (concerned bool) {
 	const none = time.Millisecond // if no message comes for that long, backlog has read all
@@ -105,13 +105,11 @@ func backlog(ctx context.Context, nl *netlink.Conn, places []firewall.Place) (co
 		concerned = concerned || lost || slices.ContainsFunc(messages, func(m netlink.Message) bool { return concerns(m, places) })
 	}
 
-	// Remove the deadline. If ctx has ended by now, listen returns. If ctx ends later, listen sets
-	// a deadline again.
+	// If ctx has ended by now, listen returns. If ctx ends later, listen sets a deadline again.
 	_ = nl.SetReadDeadline(time.Time{})
 	return concerned
 }
 
-// concerns reports whether a message announces a change in one of the places.
 func concerns(m netlink.Message, places []firewall.Place) bool {
 	var table, chain uint16 // attributes
 	switch uint16(m.Header.Type) & 0xff {
