@@ -29,8 +29,7 @@ type Choice struct {
 	Source string
 }
 
-// automatic returns the flavour that suits the other programs of the host, IPTables or
-// NFTables, and the reason for the log.
+// automatic returns the flavour that suits the other programs of the host, and why.
 func automatic() (f Flavour, why string) {
 	if err := nftables.Available(); err != nil {
 		return IPTables, err.Error()

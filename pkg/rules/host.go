@@ -61,10 +61,9 @@ func (h *Host) Run(ctx context.Context) error {
 	return nil
 }
 
-// programs asks Run to search the iptables programs of this host for families, and returns the
-// result, or nil if ctx ends first. Only the first call causes a search. Later calls return the
-// same programs, even for other families, because all networks of a host must use the same
-// variant of iptables: a packet passes the rules of every variant.
+// programs returns the iptables programs of this host, or nil if ctx ends first. The first call makes Run
+// search them for its families. All networks of a host must use one variant of iptables, because a packet
+// passes the rules of every variant.
 func (h *Host) programs(ctx context.Context, families []prefix.Family) *iptables.Programs {
 	select {
 	case h.wanted <- families:
@@ -90,10 +89,8 @@ func search(ctx context.Context, families []prefix.Family) *iptables.Programs {
 	return found
 }
 
-// writer returns the writer for a firewall and the families that of contains. All networks of these families
-// share it. Networks with other families have another writer, so that a program that is missing for one family
-// does not affect networks without that family. The first call with a firewall and families decides which
-// Applier is used.
+// writer returns the writer that all networks of these families share for a firewall. A program that is
+// missing for one family does not affect networks without it. The first call decides on the Applier.
 func (h *Host) writer(firewall string, of []prefix.Family, applier firewall.Applier) *writer {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -106,7 +103,7 @@ func (h *Host) writer(firewall string, of []prefix.Family, applier firewall.Appl
 	return w
 }
 
-// watcher returns the subscription to changes of these chains, which Keepers share.
+// watcher returns the subscription to changes of these chains.
 func (h *Host) watcher(places []firewall.Place) *wait.Shared {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -119,24 +116,23 @@ func (h *Host) watcher(places []firewall.Place) *wait.Shared {
 	return w
 }
 
-// bridgeSettings contains the kernel's settings about whether bridged packets pass
-// netfilter.
 const bridgeSettings = "/proc/sys/net/bridge"
 
-// warnBridges logs if packets between pods on one bridge bypass netfilter, for each family
-// of p and at most once for a family in the life of h. If a pod reaches another one through
-// a Service, the answer then has the address of the other pod and not of the Service. This
-// happens in every mode of kube-proxy, because iptables and nftables translate the answer
-// back only if netfilter sees it. settings is the folder of the kernel's settings.
+// warnBridges logs once for each family of p if packets between pods on one bridge bypass netfilter. If a
+// pod reaches another one through a Service, the answer then has the address of the other pod and not of
+// the Service, in every mode of kube-proxy: only netfilter could translate it back.
 func (h *Host) warnBridges(ctx context.Context, settings string, p firewall.Policy) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, f := range families(p) {
 		name := map[prefix.Family]string{prefix.IPv4: "bridge-nf-call-iptables", prefix.IPv6: "bridge-nf-call-ip6tables"}[f]
 		value, err := os.ReadFile(filepath.Join(settings, name))
-		problem := map[bool]string{true: "br_netfilter is not loaded", false: "br_netfilter is switched off"}[err != nil]
 		if err == nil && strings.TrimSpace(string(value)) != "0" || slices.Contains(h.warned, name) {
 			continue
+		}
+		problem := "br_netfilter is switched off"
+		if err != nil {
+			problem = "br_netfilter is not loaded"
 		}
 		h.warned = append(h.warned, name)
 		klog.FromContext(ctx).Error(nil, problem+": a pod that talks to a service which is served by a pod "+

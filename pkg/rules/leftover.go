@@ -33,18 +33,15 @@ func (k *Keeper) Remove(ctx context.Context, networks []netip.Prefix) error {
 	return k.host.Remove(ctx, networks)
 }
 
-// leftover is a firewall that may contain rules which it should not contain. The policy
-// gone removes them.
+// leftover is a firewall that may contain rules which it should not contain.
 type leftover struct {
 	name    string // of the firewall
 	applier firewall.Applier
-	gone    firewall.Policy
+	gone    firewall.Policy // removes them
 }
 
-// leftovers returns the firewalls that may contain rules of the networks in gone.Former. It omits nftables
-// if inUse is NFTables, and for each family the variant of iptables in variants, because these contain the
-// present rules. If variants is empty and the programs of neither variant are installed under their own names,
-// it uses the default programs, if these are installed.
+// leftovers returns the firewalls that may contain rules of the networks in gone.Former, without those
+// that contain the present rules: inUse, and variants for each family.
 func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]iptables.Variant) []leftover {
 	var all []leftover
 	for _, v := range []iptables.Variant{iptables.Legacy, iptables.NFT} {
@@ -56,7 +53,6 @@ func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]i
 		if v == iptables.NFT {
 			l.applier = ifTables{l.applier}
 		}
-
 		for _, n := range gone.Former {
 			if variants[prefix.FamilyOf(n.Addr())] != v {
 				l.gone.Former = append(l.gone.Former, n)
@@ -64,7 +60,7 @@ func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]i
 		}
 		all = append(all, l)
 	}
-	if len(all) == 0 && len(variants) == 0 && iptables.Default.Present() {
+	if len(all) == 0 && len(variants) == 0 && iptables.Default.Present() { // only under its plain name
 		all = append(all, leftover{iptables.Default.Program(prefix.IPv4), iptables.New(iptables.Default), gone})
 	}
 	if inUse != NFTables {
@@ -73,8 +69,7 @@ func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]i
 	return all
 }
 
-// ifTables is an Applier that applies policies only if nftables contains a table with a
-// name that iptables uses. Otherwise it runs no program.
+// ifTables runs no program unless nftables contains a table with a name that iptables uses.
 type ifTables struct{ firewall.Applier }
 
 // Apply implements firewall.Applier.

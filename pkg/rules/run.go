@@ -35,14 +35,14 @@ func (k *Keeper) Keep(ctx context.Context, c Choice, p firewall.Policy, tried fu
 	newRun(k, k.choose(ctx, c), p, tried).maintain(ctx)
 }
 
-// choose returns the flavour for a run, which is never Auto. It logs the flavour if the
-// flavour or the reason differs from the last run.
+// choose returns the flavour for a run, which is never Auto, and logs a change.
 func (k *Keeper) choose(ctx context.Context, c Choice) Flavour {
 	if c.Flavour == Auto {
 		c.Flavour, c.Reason = k.host.automatic()
 	}
 	source := c.Source
-	if c.Source = ""; c != k.logged {
+	c.Source = ""
+	if c != k.logged {
 		k.logged = c
 		klog.FromContext(ctx).Info("firewall chosen", "firewall", string(c.Flavour), "because", c.Reason+source)
 	}
@@ -74,7 +74,6 @@ func newRun(k *Keeper, f Flavour, p firewall.Policy, tried func()) *run {
 	}
 }
 
-// maintain maintains the policy until ctx ends.
 func (r *run) maintain(ctx context.Context) {
 	if r.policy.Wanted() {
 		r.keeper.host.warnBridges(ctx, bridgeSettings, r.policy)
@@ -85,6 +84,7 @@ func (r *run) maintain(ctx context.Context) {
 		return
 	}
 	defer r.rules.leave(r.keeper)
+
 	l := loop.New(period, func(ctx context.Context) error {
 		defer r.tried()
 		return r.step(ctx)
@@ -98,9 +98,8 @@ func (r *run) maintain(ctx context.Context) {
 	wg.Wait()
 }
 
-// prepare chooses the firewall that applies the rules, and finds the other firewalls that
-// may contain leftovers. It returns the resync period, and the chains whose changes the
-// kernel announces. If ctx ends, it returns early, and the caller must not use r.
+// prepare chooses the firewall, and finds others with leftovers. It returns the resync period, and the
+// chains whose changes the kernel announces. If ctx ends, the caller must not use r.
 func (r *run) prepare(ctx context.Context) (period time.Duration, places []firewall.Place) {
 	period = r.keeper.config.Resync
 	host := r.keeper.host
@@ -112,7 +111,8 @@ func (r *run) prepare(ctx context.Context) (period time.Duration, places []firew
 	case !wanted: // there is no need to examine the host
 		r.rules = host.writer("iptables", of, iptables.New(iptables.Default))
 	case r.flavour == NFTables:
-		r.rules, places = host.writer("nftables", of, nftables.New()), nftables.OwnPlaces()
+		r.rules = host.writer("nftables", of, nftables.New())
+		places = nftables.OwnPlaces()
 	default:
 		programs := host.programs(ctx, of)
 		if programs == nil {
@@ -130,9 +130,8 @@ func (r *run) prepare(ctx context.Context) (period time.Duration, places []firew
 	return period, places
 }
 
-// variants returns the variant of the iptables programs for each family of the policy. It
-// repeats the detection until it succeeds or ctx ends, because with a wrong variant the
-// cleanup would remove the rules in use.
+// variants returns the variant of the iptables programs for each family of the policy. It tries until it
+// succeeds or ctx ends: with a wrong variant the cleanup would remove the rules in use.
 func (r *run) variants(ctx context.Context, p *iptables.Programs) map[prefix.Family]iptables.Variant {
 	found := map[prefix.Family]iptables.Variant{}
 	ctx, enough := context.WithCancel(ctx)
@@ -153,8 +152,7 @@ func (r *run) variants(ctx context.Context, p *iptables.Programs) map[prefix.Fam
 	return found
 }
 
-// step applies the policy. If that succeeds, it also removes the rules in other firewalls,
-// until this has succeeded once in the run.
+// step applies the policy, and then removes the rules in other firewalls, once in the run.
 func (r *run) step(ctx context.Context) error {
 	if err := r.pass(ctx); err != nil || r.cleaned || ctx.Err() != nil {
 		return err
@@ -163,33 +161,27 @@ func (r *run) step(ctx context.Context) error {
 	return r.clean(ctx)
 }
 
-// pass applies the policy and reports the result. If ctx has ended, it returns nil, and
-// reports only a change that has succeeded.
+// pass applies the policy and reports the result.
 func (r *run) pass(ctx context.Context) error {
 	w := r.rules.apply(ctx, r.keeper, r.policy)
-	changed := w.changed
-	err := w.err
-	if ctx.Err() != nil && err != nil && changed {
-		r.keeper.unreported = true
-	}
-	if ctx.Err() != nil && (err != nil || !changed) { // a successful change is reported even after the end of ctx
+	if ctx.Err() != nil && (w.err != nil || !w.changed) { // a successful change is reported all the same
+		r.keeper.unreported = r.keeper.unreported || w.changed
 		return nil
 	}
 	r.note(ctx, w)
-	return err
+	return w.err
 }
 
-// note logs and reports the result of a pass. If there are too many repairs, it then
-// pauses.
+// note logs and reports the result of a pass, and pauses after too many repairs.
 func (r *run) note(ctx context.Context, w written) {
 	log := klog.FromContext(ctx)
 	err := w.err
 	repaired := w.changed && r.inPlace && !w.joined // a pass with a new policy writes anyway
 
-	switch {
-	case err != nil && !r.failing:
+	if err != nil && !r.failing {
 		log.Error(err, "traffic rules are not in place, trying again", "firewall", string(r.flavour))
-	case err == nil && !r.inPlace:
+	}
+	if err == nil && !r.inPlace {
 		log.Info("traffic rules are in place", "firewall", string(r.flavour), "masquerade", r.policy.Masquerade,
 			"forward", r.policy.Forward, "written", w.changed || r.keeper.unreported)
 		r.keeper.unreported = false
@@ -197,35 +189,33 @@ func (r *run) note(ctx context.Context, w written) {
 
 	r.failing = err != nil
 	r.inPlace = err == nil
+
 	n := 0
 	if repaired {
 		n = 1
 	}
-
 	r.repairs.Note(ctx, n)
 	r.keeper.config.Report(ctx, repaired, err)
 	_ = wait.For(ctx, r.repairs.Pause()) // the loop notices the end of ctx
 }
 
-// clean removes the rules in other firewalls, and stops at the first failure. A failure
-// does not affect readiness, because the run's own rules are applied.
+// clean removes the rules in other firewalls. A failure does not affect readiness, because the run's own
+// rules are applied.
 func (r *run) clean(ctx context.Context) error {
 	log := klog.FromContext(ctx)
 	for _, l := range r.leftovers {
 		w := r.keeper.host.writer("leftovers in "+l.name, nil, l.applier)
 		result := w.apply(ctx, r.keeper, l.gone)
 		w.leave(r.keeper)
-		removed := result.changed
-		err := result.err
-		if removed && (err == nil || ctx.Err() == nil) {
+		if result.changed && (result.err == nil || ctx.Err() == nil) {
 			log.Info("removed traffic rules from another firewall", "firewall in use", string(r.flavour))
 		}
-		if err != nil {
+		if result.err != nil {
 			if !r.uncleaned && ctx.Err() == nil {
-				log.Error(err, "cannot remove the rules of another firewall, trying again")
+				log.Error(result.err, "cannot remove the rules of another firewall, trying again")
 			}
 			r.uncleaned = true
-			return err
+			return result.err
 		}
 	}
 

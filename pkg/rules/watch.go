@@ -11,8 +11,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// watch calls wake when the rules of one of places may have changed, and returns when ctx ends. It also
-// calls wake each time that listening begins. All runs that keep rules in these places share w.
+// watch calls wake when the rules of one of places may have changed, and each time that listening
+// begins. All runs that keep rules in these places share w.
 func watch(ctx context.Context, w *wait.Shared, places []firewall.Place, wake func()) {
 	changed, first, _ := w.Join(func(wake func()) (stop func(), err error) {
 		ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))

@@ -24,7 +24,6 @@ type writer struct {
 	joined   bool   // a policy was added since the last pass that succeeded
 }
 
-// kept is the policy of a Keeper.
 type kept struct {
 	keeper any // only compared
 	policy firewall.Policy
@@ -37,14 +36,14 @@ type written struct {
 	err     error
 }
 
-// apply applies the policy of k, together with the policies of other Keepers, and returns
-// the result of that pass. Later passes for other Keepers contain the policy of k too,
+// apply applies the policy of k, together with those of other Keepers. Later passes contain it as well,
 // until k leaves.
 func (w *writer) apply(ctx context.Context, k any, p firewall.Policy) written {
 	w.mu.Lock()
 	at := slices.IndexFunc(w.policies, func(o kept) bool { return o.keeper == k })
 	if at < 0 {
-		w.joined, at = true, len(w.policies)
+		w.joined = true
+		at = len(w.policies)
 		w.policies = append(w.policies, kept{keeper: k})
 	}
 	w.policies[at].policy = p
@@ -53,28 +52,27 @@ func (w *writer) apply(ctx context.Context, k any, p firewall.Policy) written {
 	return w.batch.Do(ctx, w.pass)
 }
 
-// comparePolicies orders policies by their networks, so that the order of rules does not depend on
-// the order in which networks start.
+// comparePolicies makes the order of rules independent of the order in which networks start.
 func comparePolicies(a, b firewall.Policy) int {
 	return slices.CompareFunc(a.Networks, b.Networks, func(a, b firewall.Network) int {
 		return cmp.Or(a.Network.Addr().Compare(b.Network.Addr()), cmp.Compare(a.Network.Bits(), b.Network.Bits()))
 	})
 }
 
-// pass applies all policies. It first waits until no other writer of the Host and no Remove reads or
-// writes rules.
+// pass applies all policies, when no other writer of the Host and no Remove reads or writes rules.
 func (w *writer) pass(ctx context.Context) written {
 	w.turn.Lock()
 	defer w.turn.Unlock()
+
 	w.mu.Lock()
 	var policies []firewall.Policy
 	for _, k := range w.policies {
 		policies = append(policies, k.policy)
 	}
-
 	result := written{joined: w.joined}
 	w.joined = false
 	w.mu.Unlock()
+
 	result.changed, result.err = w.applier.Apply(ctx, policies...)
 	if result.err != nil && result.joined {
 		w.mu.Lock()

@@ -51,26 +51,23 @@ func Present(f prefix.Family) []Variant {
 	return slices.DeleteFunc(all, func(v Variant) bool { return v == Legacy && len(legacyTables(f)) == 0 }) // the program would create the tables
 }
 
-// blocked returns what drops a packet according to the output of iptables-save.
+// blocked says what drops a packet according to the output of iptables-save.
 func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 	d := parseSave(text)
 	first := "PREROUTING"
 	last := "FORWARD"
-	switch "" {
-	case p.In:
+	if p.In == "" {
 		first = "OUTPUT"
 		last = "OUTPUT"
-	case p.Out:
+	} else if p.Out == "" {
 		last = "INPUT"
 	}
 
-	for _, at := range [][2]string{{"raw", first}, {"mangle", first}, {"mangle", last}, {"filter", last}} {
-		table := at[0]
-		hook := at[1]
-		o := d[table].follow(hook, func(c condition) answer { return meets(c, p) }, nil)
-		b := firewall.Block{Packet: p, Table: table, Chain: o.chain, Rule: strings.TrimSpace(o.rule.spec), Doubtful: o.doubtful}
-		if o.verdict == unknown && policyOf(text, table, hook) == "DROP" {
-			b.Chain = hook
+	for _, at := range []struct{ table, hook string }{{"raw", first}, {"mangle", first}, {"mangle", last}, {"filter", last}} {
+		o := d[at.table].follow(at.hook, func(c condition) answer { return meets(c, p) }, nil)
+		b := firewall.Block{Packet: p, Table: at.table, Chain: o.chain, Rule: strings.TrimSpace(o.rule.spec), Doubtful: o.doubtful}
+		if o.verdict == unknown && policyOf(text, at.table, at.hook) == "DROP" {
+			b.Chain = at.hook
 			b.Rule = "policy DROP"
 			return b, true
 		}
@@ -81,7 +78,6 @@ func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 	return firewall.Block{}, false
 }
 
-// policyOf returns the policy of a chain in the output of iptables-save.
 func policyOf(text, table, chain string) string {
 	_, rest, _ := strings.Cut("\n"+text, "\n*"+table+"\n")
 	rest, _, _ = strings.Cut(rest, "\nCOMMIT")
@@ -90,7 +86,7 @@ func policyOf(text, table, chain string) string {
 	return policy
 }
 
-// meets reports whether a packet meets a condition, without its "!".
+// meets ignores the "!" of a condition.
 func meets(c condition, p firewall.Packet) answer {
 	switch c.option {
 	case "-s":
@@ -150,7 +146,7 @@ func matchesDevice(pattern, name string) answer {
 	return is(pattern == name)
 }
 
-// protocolNumber returns the number of a protocol by a name that iptables-save may print.
+// protocolNumber accepts the names that iptables-save may print.
 func protocolNumber(name string) (uint8, bool) {
 	switch name {
 	case "tcp":

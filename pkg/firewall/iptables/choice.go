@@ -12,13 +12,11 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// hintTable is the table that contains the hints.
-const hintTable = "mangle"
+const hintTable = "mangle" // contains the hints
 
-// hints returns two lists of chains. The chains of the first list show which variant
-// kubelet uses. The chain of the second list shows which variant kube-proxy uses, and
-// counts only if kubelet has none. The containers of Kubernetes also follow kubelet's
-// chains, and read nftables first.
+// hints returns the chains that show which variant kubelet uses, and then the chain of kube-proxy, which
+// counts only if kubelet has none. The containers of Kubernetes follow kubelet's chains as well, and read
+// nftables first.
 func hints() [][]string {
 	return [][]string{{"KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"}, {"KUBE-PROXY-CANARY"}}
 }
@@ -41,6 +39,7 @@ func Choose(ctx context.Context, families []prefix.Family, inNFT func(prefix.Fam
 	if _, err := inNFT(prefix.IPv4, hintTable); err != nil {
 		return Legacy, err.Error()
 	}
+
 	v, because, err := chooser{save: save, tables: map[Variant]tablesFunc{NFT: inNFT, Legacy: inLegacy}}.choose(ctx)
 	if err != nil {
 		return Default, "cannot read the rules of other programs: " + err.Error()
@@ -48,15 +47,14 @@ func Choose(ctx context.Context, families []prefix.Family, inNFT func(prefix.Fam
 	return v, because
 }
 
-// complete reports whether all programs of the variant are installed for each of families.
+// complete reports whether all programs of the variant are installed.
 func (v Variant) complete(families []prefix.Family) bool {
 	return !slices.ContainsFunc(families, func(f prefix.Family) bool {
 		return slices.ContainsFunc([]string{"", "-save", "-restore"}, func(suffix string) bool { return !installed(v.Program(f) + suffix) })
 	})
 }
 
-// tablesFunc reports whether a table exists. It does not run a program of iptables, which
-// would create the table.
+// tablesFunc reports whether a table exists. A program of iptables would create it.
 type tablesFunc func(prefix.Family, string) (bool, error)
 
 func inLegacy(f prefix.Family, name string) (bool, error) {
@@ -112,8 +110,7 @@ func (c chooser) choose(ctx context.Context) (v Variant, because string, err err
 	}
 }
 
-// each calls take with the rules of one variant, once for each family that has one of the
-// named tables. A missing program counts as no rules.
+// each calls take with the rules of one variant, for each family that has one of the named tables.
 func (c chooser) each(ctx context.Context, v Variant, tables, args []string, take func(dump)) error {
 	for _, f := range families() {
 		for _, name := range tables {
@@ -136,7 +133,7 @@ func (c chooser) each(ctx context.Context, v Variant, tables, args []string, tak
 	return nil
 }
 
-// foreign counts the rules that are not in a chain of flanneld and do not jump to one.
+// foreign counts the rules that have nothing to do with a chain of flanneld.
 func foreign(d dump) (n int) {
 	ours := func(chain string) bool {
 		return slices.ContainsFunc(firewall.Chains(), func(c firewall.Chain) bool { return placeOf(c).chain == chain })

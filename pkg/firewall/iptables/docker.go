@@ -24,18 +24,20 @@ func Docker(ctx context.Context, b firewall.DockerBridge) (cut firewall.DockerCu
 			return cut, err
 		}
 		c := dockerCut(d, b)
-		cut.Direct, cut.Forward = cut.Direct || c.Direct, cut.Forward || c.Forward
+		cut.Direct = cut.Direct || c.Direct
+		cut.Forward = cut.Forward || c.Forward
 	}
 	return cut, nil
 }
 
-// dockerCut returns what the rules of d do to packets from another host to the containers
-// behind b. It follows one packet through the rules.
+// dockerCut follows a packet from another host to the containers behind b.
 func dockerCut(d dump, b firewall.DockerBridge) (cut firewall.DockerCut) {
 	o := d["filter"].follow("FORWARD", packet{DockerBridge: b, dst: b.Subnet, routed: true}.meets, nil)
 	cut.Forward = o.verdict == no && strings.HasPrefix(o.chain, dockerChains) && !acceptsMark(d["filter"])
+
+	// Docker creates a rule for the address of each running container, so follow a packet to each.
 	for _, r := range d["raw"]["PREROUTING"] {
-		for _, c := range conditions(r) { // Docker creates a rule for the address of each running container, so follow a packet to each
+		for _, c := range conditions(r) {
 			if to, ok := match(c.value, c.not); c.option == "-d" && ok && !to.Not && prefix.Contains(b.Subnet, to.Prefix) {
 				o := d["raw"].follow("PREROUTING", packet{DockerBridge: b, dst: to.Prefix}.meets, nil)
 				cut.Direct = cut.Direct || o.verdict == no
@@ -45,11 +47,9 @@ func dockerCut(d dump, b firewall.DockerBridge) (cut firewall.DockerCut) {
 	return cut
 }
 
-// dockerChains is the prefix of the names of Docker's chains.
-const dockerChains = "DOCKER"
+const dockerChains = "DOCKER" // start of the names
 
-// acceptsMark reports whether Docker accepts packets with a mark, because of its option
-// --bridge-accept-fwmark.
+// acceptsMark reports whether Docker has its option --bridge-accept-fwmark.
 func acceptsMark(filter chains) bool {
 	return slices.ContainsFunc(filter["DOCKER-FORWARD"], func(r rule) bool {
 		return r.target == "ACCEPT" && slices.ContainsFunc(conditions(r), func(c condition) bool { return c.option == "--mark" && !c.not })
@@ -64,7 +64,7 @@ type packet struct {
 	routed bool // the routing decision is made: it leaves through the bridge
 }
 
-// meets reports whether the packet meets a condition, without its "!".
+// meets ignores the "!" of a condition.
 func (p packet) meets(c condition) answer {
 	switch {
 	case c.option == "-s":

@@ -26,8 +26,7 @@ type condition struct {
 	option, value string
 }
 
-// conditions returns the conditions of a rule, without its target. A match with several
-// options is several conditions.
+// conditions takes a match with several options as several conditions.
 func conditions(r rule) (all []condition) {
 	words, _ := split(r.spec)
 	c := condition{}
@@ -61,8 +60,8 @@ type outcome struct {
 	doubtful bool
 }
 
-// follow returns what becomes of a packet in the chain called name. A rule applies only if the packet
-// certainly meets its conditions. through contains the chains that led to this one, so that a loop of chains ends.
+// follow returns what becomes of a packet in the chain called name. through are the chains that led to
+// this one, so that a loop of chains ends.
 func (c chains) follow(name string, meets meetsFunc, through []string) (o outcome) {
 	if slices.Contains(through, name) {
 		return o
@@ -74,7 +73,7 @@ func (c chains) follow(name string, meets meetsFunc, through []string) (o outcom
 		if met == no {
 			continue
 		}
-		if met == unknown {
+		if met == unknown { // it does not apply, but may
 			o.doubtful = o.doubtful || jump || r.target == "ACCEPT" || r.target == "RETURN"
 			continue
 		}
@@ -101,9 +100,7 @@ func (c chains) follow(name string, meets meetsFunc, through []string) (o outcom
 // meetsFunc returns whether a packet meets a condition, without its "!".
 type meetsFunc func(condition) answer
 
-// all reports whether the packet meets all conditions of a rule. The answer is no if it
-// certainly does not meet one of them, and otherwise unknown if that is unknown for one of
-// them.
+// all reports whether the packet meets all conditions of a rule.
 func (m meetsFunc) all(r rule) answer {
 	all := yes
 	for _, c := range conditions(r) {
@@ -121,7 +118,6 @@ func (m meetsFunc) all(r rule) answer {
 	return all
 }
 
-// is returns the answer to a question that is known.
 func is(met bool) answer {
 	if met {
 		return yes
@@ -129,17 +125,17 @@ func is(met bool) answer {
 	return no
 }
 
-// covers reports whether the network in text contains all addresses of p (yes) or none of
-// them (no). The answer is unknown if it contains some of them or text is not a network.
+// covers reports whether the network in text contains all addresses of p (yes) or none of them (no).
 func covers(text string, p netip.Prefix) answer {
 	m, ok := match(text, false)
-	switch {
-	case !ok:
+	if !ok {
 		return unknown
-	case prefix.Contains(m.Prefix, p):
+	}
+	if prefix.Contains(m.Prefix, p) {
 		return yes
-	case !m.Prefix.Overlaps(p):
+	}
+	if !m.Prefix.Overlaps(p) {
 		return no
 	}
-	return unknown
+	return unknown // some of them
 }

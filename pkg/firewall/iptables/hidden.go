@@ -24,12 +24,10 @@ type corrector struct {
 	targets targetsFunc
 }
 
-// correct corrects d, the output of iptables-save, for flanneld's chains and their parents.
-// If other programs have created rules with nft, iptables-save prints some of them without
-// their conditions. It prints nothing about a table with a rule that it does not
-// understand. hidden contains the names of such tables. If the rules of a table cannot be
-// read, correct sets it to nil in d and returns an error. It then goes on with the other
-// tables.
+// correct corrects d for flanneld's chains and their parents. Of the rules that other programs have
+// created with nft, iptables-save prints some without their conditions, and it prints nothing about a
+// table with a rule that it does not understand. hidden are the names of such tables. A table that
+// cannot be read is nil in d.
 func (c corrector) correct(ctx context.Context, f prefix.Family, d dump) (hidden []string, err error) {
 	hidden, errs := c.readMissing(ctx, f, d)
 	for _, chain := range firewall.Chains() {
@@ -39,6 +37,7 @@ func (c corrector) correct(ctx context.Context, f prefix.Family, d dump) (hidden
 		if have == nil || !slices.Contains(hidden, p.table) && !slices.ContainsFunc(have[p.parent], suspicious) {
 			continue // it cannot be read, or no rule blocks all packets or looks like one of flanneld
 		}
+
 		s := resolver{place: p, targets: c.targets, family: f, have: have, seen: map[string]bool{}}
 		if err := s.resolve(p.parent); err != nil {
 			d[p.table] = nil
@@ -48,9 +47,8 @@ func (c corrector) correct(ctx context.Context, f prefix.Family, d dump) (hidden
 	return hidden, oneline.Join(errs...)
 }
 
-// readMissing reads flanneld's chains and their parents in the tables that are missing in d, and adds these
-// tables to d. hidden contains the names of the tables in which one of these chains exists: iptables-save
-// hides these tables. d contains nil for a table for which readMissing returns an error.
+// readMissing adds the tables that are missing in d. iptables-save hides those in which one of
+// flanneld's chains, or a parent, exists.
 func (c corrector) readMissing(ctx context.Context, f prefix.Family, d dump) (hidden []string, errs []error) {
 	texts := map[string]string{}
 	for _, chain := range firewall.Chains() {
@@ -91,9 +89,8 @@ func likeOurs(r rule) bool {
 	return ok
 }
 
-// list returns flanneld's chain and its parent in the form of iptables -S, or "" if neither
-// exists. It reads one chain at a time. It ignores a parent that iptables cannot print, and
-// returns an error if iptables cannot print flanneld's chain.
+// list returns flanneld's chain and its parent in the form of iptables -S. It ignores a parent that
+// iptables cannot print.
 func (c corrector) list(ctx context.Context, f prefix.Family, p place) (text string, err error) {
 	for _, chain := range []string{p.chain, p.parent} {
 		_, exists, err := c.targets(f, p.table, chain)
@@ -112,8 +109,7 @@ func (c corrector) list(ctx context.Context, f prefix.Family, p place) (text str
 	return text, nil
 }
 
-// refused adds to err the names in hidden, which are those of the tables that iptables-save
-// hides, and a remedy. If hidden is empty, it returns err unchanged.
+// refused adds to err the tables that iptables-save hides, if any, and a remedy.
 func (c corrector) refused(f prefix.Family, hidden []string, err error) error {
 	if len(hidden) == 0 {
 		return err
@@ -132,12 +128,8 @@ type resolver struct {
 	seen    map[string]bool
 }
 
-// resolve replaces the rules of a chain in have by those that nftables shows. It does the
-// same for the chains to which the chain sends all packets. A rule keeps the text that
-// iptables-save has printed, if iptables-save shows the same jumps to flanneld's chain as
-// nftables, in the same places, and prints all conditions of the rule. Otherwise a jump to
-// flanneld's chain gets the text of the jump that flanneld creates, and any other rule has
-// no text. If the jump in the kernel is another one, its removal fails.
+// resolve replaces the rules of a chain in have, and of the chains to which it sends all packets, by
+// those that nftables shows.
 func (s resolver) resolve(chain string) error {
 	if chain == s.chain || s.seen[chain] {
 		return nil
@@ -148,15 +140,18 @@ func (s resolver) resolve(chain string) error {
 	if err != nil || !exists {
 		return err
 	}
+
+	// A rule keeps the text of iptables-save if that shows the jumps to flanneld's chain in the same
+	// places, and all conditions of the rule. Otherwise a jump to flanneld's chain gets the text of the
+	// one that flanneld creates. If the jump in the kernel is another one, its removal fails.
 	listed := s.have[chain]
 	same := slices.EqualFunc(listed, targets, func(r rule, l nftables.Target) bool { return (r.target == s.chain) == (l.Name == s.chain) })
 	rules := make([]rule, len(targets))
 	for i, l := range targets {
 		r := rule{target: l.Name, always: l.Always}
-		switch {
-		case same && (!l.Hidden || r.target == s.chain):
+		if same && (!l.Hidden || r.target == s.chain) {
 			r.spec = listed[i].spec
-		case r.target == s.chain:
+		} else if r.target == s.chain {
 			r.spec = s.jump()
 		}
 

@@ -54,8 +54,7 @@ func (a *Applier) Apply(ctx context.Context, policies ...firewall.Policy) (chang
 	return changed, oneline.Join(errs...)
 }
 
-// apply applies the policies to family f. table contains their rules of this family.
-// changed is as in Apply.
+// apply applies the policies to family f, for which table contains the rules.
 func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefix.Family, table firewall.Table) (changed bool, err error) {
 	// Do not run a program if nothing is wanted and no tables exist, because the program
 	// would create them.
@@ -75,6 +74,7 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 	if !k.nft && nothing() {
 		return false, nil
 	}
+
 	if !k.random {
 		policies = slices.Clone(policies)
 		for i := range policies {
@@ -83,11 +83,9 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 		table = firewall.TableOf(f, policies...)
 	}
 
-	program := a.programs.variant.Program(f)
 	if a.trusted[f].rests(table) {
 		return false, nil
 	}
-
 	delete(a.trusted, f)
 	have, hidden, cost, err := a.read(ctx, f, k)
 	if err != nil {
@@ -109,14 +107,14 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 	if k.wait {
 		args = append(args, fmt.Sprintf("--wait=%d", lockWait))
 	}
-	if _, failed := run(ctx, script, program+"-restore", args...); failed != nil {
+	if _, failed := run(ctx, script, a.programs.variant.Program(f)+"-restore", args...); failed != nil {
 		return ctx.Err() != nil, oneline.Join(err, fmt.Errorf("write rules: %w", a.corrector.refused(f, hidden, failed)))
 	}
 	return true, err
 }
 
-// read returns the existing rules, the names of the tables that iptables-save hides, and the CPU
-// time of iptables-save. If it fails, have is nil, or contains nil for the tables that cannot be read.
+// read returns the existing rules, the tables that iptables-save hides, and its CPU time. If it fails,
+// have is nil, or contains nil for the tables that cannot be read.
 func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump, hidden []string, cost time.Duration, err error) {
 	have, cost, err = a.save(ctx, f, k)
 	if err == nil && k.nft {
@@ -125,14 +123,13 @@ func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump,
 	return have, hidden, cost, err
 }
 
-// save returns the parsed output of iptables-save. A single rule of nft can make
-// iptables-save fail for all tables. In that case save reads the tables in Tables, and raw, one by
-// one, and leaves out those for which iptables-save fails. corrector.correct then reads these,
-// except raw.
+// save returns the parsed output of iptables-save, and its CPU time.
 func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (_ dump, cost time.Duration, err error) {
 	program := a.programs.variant.Program(f) + "-save"
 	text, cost, err := measure(ctx, "", program)
 	if _, failed := errors.AsType[*exec.ExitError](err); failed && k.nft {
+		// A single rule of nft can make it fail for all tables. corrector.correct reads those that are
+		// left out here.
 		d := dump{}
 		for _, table := range append(Tables(), "raw") { // Docker has rules in raw
 			if text, err := run(ctx, "", program, "-t", table); err == nil {

@@ -18,24 +18,22 @@ import (
 // takes 0.3 % of a CPU at most.
 const restFactor = 1500
 
-// trusted is a policy whose rules were found in the kernel, and count as unchanged for some time.
+// trusted is a table that was found in the kernel, and counts as unchanged for some time.
 type trusted struct {
 	wanted firewall.Table
 	until  time.Time
 }
 
-// rests reports whether the rules were read only just now, and need not be read again yet.
 func (t trusted) rests(wanted firewall.Table) bool {
 	return time.Now().Before(t.until) && reflect.DeepEqual(t.wanted, wanted)
 }
 
-// trust is called when the rules in wanted were found, and reading them has taken cost.
+// cost is the CPU time of the read that has found the rules.
 func trust(wanted firewall.Table, cost time.Duration) trusted {
 	return trusted{wanted, time.Now().Add(restFactor * cost)}
 }
 
-// legacyTables returns the names of the tables of the kernel's own iptables in the network
-// namespace of this thread. It returns none if the kernel module is not loaded.
+// legacyTables returns the tables of the kernel's own iptables in the network namespace of this thread.
 func legacyTables(f prefix.Family) []string {
 	file := "/proc/thread-self/net/ip_tables_names"
 	if f == prefix.IPv6 {

@@ -10,12 +10,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/firewall"
 )
 
-// kubeProxy is the prefix of the names of kube-proxy's chains.
-const kubeProxy = "KUBE-"
+const kubeProxy = "KUBE-" // start of the names of its chains
 
-// plan returns the input of iptables-restore --noflush that changes the existing rules to
-// the rules of t. It changes nothing in a table whose entry in have is nil, because that table
-// could not be read. It returns "" if no change is needed.
+// plan returns the input of iptables-restore --noflush that changes the existing rules to those of t,
+// or "" if no change is needed.
 func plan(have dump, t firewall.Table) string {
 	var script strings.Builder
 	for _, c := range firewall.Chains() {
@@ -46,9 +44,8 @@ func (p *planner) add(format string, args ...any) {
 	p.lines = append(p.lines, fmt.Sprintf(format, args...))
 }
 
-// ownChain rewrites all of flanneld's chain, unless it has the right content. If no daemon
-// needs the chain, ownChain empties it, and also deletes it if no chain other than the parent
-// jumps to it. Declaring a chain flushes it, in the same commit as the new rules.
+// ownChain rewrites all of flanneld's chain, unless it has the right content. If no daemon needs the
+// chain, ownChain empties it, and deletes it unless other chains than the parent jump to it.
 func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
 	have, exists := p.have[p.chain]
 	rules := make([]*firewall.Rule, len(have))
@@ -64,11 +61,10 @@ func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
 		return
 	}
 
-	p.add(":%s - [0:0]", p.chain)
+	p.add(":%s - [0:0]", p.chain) // flushes the chain, in the same commit as the new rules
 	for _, r := range a.Common {
 		p.add("-A %s %s", p.chain, p.render(r))
 	}
-
 	for _, i := range a.Others {
 		p.add("-A %s %s", p.chain, have[i].spec)
 	}
@@ -92,9 +88,8 @@ func (p *planner) referenced() bool {
 
 func (p *planner) jumpsHere(r rule) bool { return r.target == p.chain }
 
-// parentChain ensures that there is one jump to flanneld's chain in the right position if
-// the chain is wanted, and none otherwise. It also removes the rules of flannel before
-// v0.20.
+// parentChain ensures that there is one jump to flanneld's chain in the right position if the chain is
+// wanted. It also removes the rules of flannel before v0.20.
 func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 	var rest []rule // the remaining rules, without the jump
 	jumps := 0
@@ -102,12 +97,13 @@ func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 	right := false
 	for _, h := range p.have[p.parent] {
 		r, comment, ok := parse(h.spec)
-		switch {
-		case ok && t.Legacy(c, r, comment == p.comment):
+		if ok && t.Legacy(c, r, comment == p.comment) {
 			p.add("-D %s %s", p.parent, h.spec)
-		case p.jumpsHere(h):
-			jumps, at, right = jumps+1, len(rest), h.spec == p.jump() && h.always
-		default:
+		} else if p.jumpsHere(h) {
+			jumps++
+			at = len(rest)
+			right = h.spec == p.jump() && h.always
+		} else {
 			rest = append(rest, h)
 		}
 	}
@@ -122,20 +118,16 @@ func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 		}
 	}
 
-	switch {
-	case !p.wanted || inPlace:
-	case hi == len(rest):
+	if p.wanted && !inPlace && hi == len(rest) {
 		p.add("-A %s %s", p.parent, p.jump())
-	default:
+	} else if p.wanted && !inPlace {
 		p.add("-I %s %d %s", p.parent, hi+1, p.jump())
 	}
 	p.lines = append(p.lines, p.after...)
 }
 
-// room returns the first and the last right position of the jump. A position is the number
-// of rules in rest that precede the jump. The jump must precede the first rule that no
-// packet passes, and follow the jumps to chains of kube-proxy, except for those after that
-// rule.
+// room returns the first and the last right position of the jump, as the number of rules in rest that
+// precede it: after the jumps to chains of kube-proxy, but before the first rule that no packet passes.
 func (p *planner) room(rest []rule) (lo, hi int) {
 	hi = slices.IndexFunc(rest, p.have.blocks)
 	if hi < 0 {

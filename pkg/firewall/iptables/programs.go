@@ -85,9 +85,8 @@ func (p *Programs) Variant(ctx context.Context, f prefix.Family) (Variant, error
 	return NFT, nil
 }
 
-// kind returns the result of probe for a family. It probes again only if that has failed
-// before. Two calls at the same time may both probe, so that neither waits for the other.
 func (p *Programs) kind(ctx context.Context, f prefix.Family) (kind, error) {
+	// Two calls at the same time may both probe, so that neither waits for the other.
 	p.mu.Lock()
 	k, known := p.known[f]
 	p.mu.Unlock()
@@ -104,14 +103,12 @@ func (p *Programs) kind(ctx context.Context, f prefix.Family) (kind, error) {
 	return k, err
 }
 
-// kind describes the programs of one family: whether they are of the variant NFT, and
-// whether they have the options --random-fully and --wait.
+// kind says whether programs are of the variant NFT, and have the options --random-fully and --wait.
 type kind struct{ nft, random, wait bool }
 
-// probe reads the version of the programs. The library knows which options a version has,
-// but not the variant. probe calls run first, because run ends a program that hangs, while
-// the library would wait for it.
 func (v Variant) probe(ctx context.Context, f prefix.Family) (kind, error) {
+	// The library knows which options a version has, but not the variant, and it would wait for a
+	// program that hangs.
 	text, err := run(ctx, "", v.Program(f), "--version")
 	if err != nil {
 		return kind{}, err
@@ -120,14 +117,12 @@ func (v Variant) probe(ctx context.Context, f prefix.Family) (kind, error) {
 	if err != nil {
 		return kind{}, fmt.Errorf("read the version of %s: %w", v.Program(f), err)
 	}
-	// iptables-restore has --wait since 1.6.2, the version that introduced
-	// --random-fully.
+
+	// iptables-restore has --wait since 1.6.2, the version that introduced --random-fully.
 	return kind{nft: strings.Contains(text, "(nf_tables)"), random: t.HasRandomFully(), wait: t.HasRandomFully()}, nil
 }
 
-// run runs a program with stdin as its input and returns its standard output. It returns
-// ErrMissing if the program is not installed. Other errors contain the program's error
-// output.
+// run returns the standard output of a program, or ErrMissing, or an error with its error output.
 func run(ctx context.Context, stdin, name string, args ...string) (string, error) {
 	text, _, err := measure(ctx, stdin, name, args...)
 	return text, err
@@ -139,6 +134,7 @@ func measure(ctx context.Context, stdin, name string, args ...string) (text stri
 	if err != nil {
 		return "", 0, fmt.Errorf("%s: %w", name, ErrMissing)
 	}
+
 	ctx, cancel := context.WithTimeout(ctx, runTimeout)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, path, args...)
@@ -147,6 +143,7 @@ func measure(ctx context.Context, stdin, name string, args ...string) (text stri
 	cmd.Stdin = strings.NewReader(stdin)
 	cmd.Stdout = &stdout
 	cmd.Stderr = &stderr
+
 	if err := cmd.Run(); err != nil {
 		if ctx.Err() != nil {
 			err = context.Cause(ctx)
@@ -156,8 +153,7 @@ func measure(ctx context.Context, stdin, name string, args ...string) (text stri
 	return stdout.String(), cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime(), nil
 }
 
-// shorten returns ": " and the beginning of a program's error output, in one line for the
-// log. It returns "" if there is no output.
+// shorten returns ": " and the beginning of a program's error output in one line, if there is any.
 func shorten(text string) string {
 	const most = 300
 	text = oneline.Collapse(text)

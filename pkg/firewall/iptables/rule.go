@@ -19,9 +19,8 @@ type place struct {
 	comment              string
 }
 
-// placeOf returns the place of a chain. The guard is in the table mangle, because in the
-// table filter a rule of another program could accept a packet before it.
 func placeOf(c firewall.Chain) place {
+	// In the table filter a rule of another program could accept a packet before the guard.
 	switch c {
 	case firewall.Postrouting:
 		return place{"nat", "POSTROUTING", "FLANNEL-POSTRTG", "flanneld masq"}
@@ -48,8 +47,7 @@ func Places() []firewall.Place {
 	return places
 }
 
-// jump returns the rule of the parent chain that jumps to flanneld's chain, in the form
-// of iptables-save, without "-A" and the chain.
+// jump is the rule of the parent chain, in the form of iptables-save without "-A" and the chain.
 func (p place) jump() string {
 	return fmt.Sprintf("-m comment --comment %q -j %s", p.comment, p.chain)
 }
@@ -98,8 +96,7 @@ func target(a firewall.Action) string {
 	return ""
 }
 
-// parse parses a rule in the form of iptables-save. ok reports whether it is a rule that
-// render can return, with any comment.
+// parse reports whether render can return the rule, with any comment.
 func parse(spec string) (r firewall.Rule, comment string, ok bool) {
 	words, ok := split(spec)
 	next := func() (w string) {
@@ -166,8 +163,7 @@ func parseProtocol(name string) (number uint8, ok bool) {
 	return 0, false
 }
 
-// parseMatch parses a match that has a single option, and sets it in r or comment. It
-// returns false if render never writes such a match.
+// parseMatch sets a match in r or comment. It returns false if render never writes such a match.
 func parseMatch(r *firewall.Rule, comment *string, module, option, value string) bool {
 	switch {
 	case module == "comment" && option == "--comment":
@@ -203,8 +199,7 @@ func parseTarget(name string, options []string) (firewall.Action, bool) {
 	return 0, false
 }
 
-// split splits a line of iptables-save into words, which may be quoted. ok is false if a
-// quote does not end.
+// split splits a line of iptables-save into words, which may be quoted.
 func split(line string) (words []string, ok bool) {
 	for {
 		line = strings.TrimLeft(line, " ")

@@ -19,8 +19,7 @@ type rule struct {
 	always bool   // it applies to every packet
 }
 
-// parseSave parses the output of iptables-save, or the name of a table followed by the
-// output of iptables -S. It ignores other lines.
+// parseSave parses the output of iptables-save, or the name of a table and the output of iptables -S.
 func parseSave(text string) dump {
 	d := dump{}
 	var table chains
@@ -43,9 +42,7 @@ func parseSave(text string) dump {
 	return d
 }
 
-// leadsTo returns the chain or target of a rule's jump or goto, or "" if it has none.
-// always reports whether the rule applies to every packet. It is false if there is no jump
-// or goto.
+// leadsTo returns the chain or target of a rule's jump or goto, and whether it applies to every packet.
 func leadsTo(spec string) (target string, always bool) {
 	words, ok := split(spec)
 	if !ok {
@@ -66,8 +63,7 @@ func leadsTo(spec string) (target string, always bool) {
 	return "", false
 }
 
-// blocks reports whether no packet passes the rule: it rejects or drops all packets, or
-// jumps to a chain that does.
+// blocks reports whether no packet passes the rule, or the chain to which it jumps.
 func (c chains) blocks(r rule) bool { return c.blocksAll(r, map[string]bool{}) }
 
 func (c chains) blocksAll(r rule, seen map[string]bool) bool {
