@@ -130,10 +130,11 @@ func (k icmpKind) discoverMode(fd, mode int) error {
 
 // echo returns an ICMP echo request of size bytes, without an IP header. id is in its identifier and
 // sequence number. For ICMPv6 the kernel fills in the checksum.
-func (k icmpKind) echo(id uint32, size int) []byte {
+func (k icmpKind) echo(id uint32, size int, note Note) []byte {
 	b := make([]byte, size)
 	b[0] = k.request
 	binary.BigEndian.PutUint32(b[4:], id)
+	note.put(b[icmpHeader:])
 	sum := uint32(0)
 	for i := 0; i+1 < len(b); i += 2 {
 		sum += uint32(binary.BigEndian.Uint16(b[i:]))

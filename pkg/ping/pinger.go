@@ -25,6 +25,10 @@ var ErrNoSocket = errors.New("open a socket for echo requests")
 // waits for it. If each request had a socket of its own, every socket would receive the answers to all
 // requests. A Pinger is safe for concurrent use.
 type Pinger struct {
+	// Heard is called with each note that another host sends to this one, in the families in which the Pinger
+	// has sent a request. It may be nil, and must not be changed after the first request.
+	Heard func(from netip.Addr, n Note)
+
 	listen    Listen
 	receiving sync.WaitGroup
 	sending   sync.Mutex // held for send and close of a socket, and taken before mu
@@ -112,7 +116,7 @@ func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*socket, error) {
 		return nil, net.ErrClosed
 	}
 
-	s, err := openSocket(ctx, f, p.listen)
+	s, err := openSocket(ctx, f, p.listen, p.Heard)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrNoSocket, err)
 	}

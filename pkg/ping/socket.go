@@ -23,6 +23,7 @@ type socket struct {
 	kind    icmpKind
 	listen  Listen
 	conn    net.PacketConn // receives
+	heard   func(from netip.Addr, n Note)
 	senders map[sender]*net.IPConn
 }
 
@@ -45,6 +46,7 @@ type Path struct {
 	Whole bool
 	// Split permits routers to fragment the packet. If neither is set, the kernel decides.
 	Split bool
+	Note  Note // sent along, unless the packet is too small for it
 }
 
 // mode returns how the kernel treats the size of packets.
@@ -61,17 +63,23 @@ func (p Path) mode() int {
 // sendTimeout limits how long send waits for a device that sends no packets.
 const sendTimeout = time.Second
 
-// openSocket opens a socket for family f, which the caller must close.
-func openSocket(ctx context.Context, f prefix.Family, listen Listen) (*socket, error) {
+// openSocket opens a socket for family f, which the caller must close. heard is Pinger.Heard.
+func openSocket(ctx context.Context, f prefix.Family, listen Listen, heard func(netip.Addr, Note)) (*socket, error) {
 	kind := kindOf(f)
 	conn, err := kind.open(ctx, listen, func(fd int) error {
 		// Without a filter each socket would also receive the requests of all peers.
-		return kind.filter(fd, kind.reply, kind.unreachable, kind.tooBig)
+		if heard == nil {
+			return kind.filter(fd, kind.reply, kind.unreachable, kind.tooBig)
+		}
+		if err := kind.admitNotes(fd); err != nil {
+			return err
+		}
+		return kind.filter(fd, kind.reply, kind.unreachable, kind.tooBig, kind.request)
 	})
 	if err != nil {
 		return nil, err
 	}
-	return &socket{kind: kind, listen: listen, conn: conn, senders: map[sender]*net.IPConn{}}, nil
+	return &socket{kind: kind, listen: listen, conn: conn, heard: heard, senders: map[sender]*net.IPConn{}}, nil
 }
 
 // open opens a socket with the options that set sets.
@@ -106,7 +114,7 @@ func (s *socket) send(ctx context.Context, to netip.Addr, path Path, id uint32) 
 
 	size := max(path.Size-s.kind.header, icmpHeader)
 	_ = conn.SetWriteDeadline(time.Now().Add(sendTimeout))
-	_, _, err := conn.WriteMsgIP(s.kind.echo(id, size), source, &net.IPAddr{IP: to.AsSlice()})
+	_, _, err := conn.WriteMsgIP(s.kind.echo(id, size, path.Note), source, &net.IPAddr{IP: to.AsSlice()})
 	if err != nil && !errors.Is(err, unix.EMSGSIZE) { // open another socket next time, because the name may belong to another device now
 		_ = conn.Close()
 		delete(s.senders, key)
@@ -149,9 +157,18 @@ func (s *socket) receive() (reply, error) {
 		if err != nil {
 			return reply{}, err
 		}
-		id, ok, failure := s.kind.parse(buf[:size])
-		if from, valid := netip.AddrFromSlice(addr.(*net.IPAddr).IP); ok && valid {
-			return reply{id, from.Unmap(), failure}, nil
+
+		from, valid := netip.AddrFromSlice(addr.(*net.IPAddr).IP)
+		if !valid {
+			continue
+		}
+		from = from.Unmap()
+
+		if id, ok, failure := s.kind.parse(buf[:size]); ok {
+			return reply{id, from, failure}, nil
+		}
+		if note, ok := s.kind.noteOf(buf[:size]); ok && s.heard != nil {
+			s.heard(from, note)
 		}
 	}
 }
