@@ -138,7 +138,7 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output)
 			group.Go(func() error {
 				v := verdict{Subnet: s, PublicIP: p.PublicIPs[i]}
 				if p.State != status.Refused { // nothing is sent to these
-					v = verdictOf(paths.Diagnose(ctx, paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, ways))
+					v = verdictOf(paths.Diagnose(ctx, paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, ways)).directed(r.Paths)
 				}
 				v = v.because(findings)
 				mu.Lock()
@@ -175,6 +175,19 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output)
 		return fmt.Errorf("%d of %d ways are broken", broken, len(verdicts))
 	}
 	return nil
+}
+
+// directed returns the verdict with the direction that the daemon has found, if the path is broken.
+func (v verdict) directed(found *status.Paths) verdict {
+	if v.OK || found == nil {
+		return v
+	}
+	for _, p := range found.Worst {
+		if p.OneWay && p.Subnet == v.Subnet {
+			v.Advice = status.Path{Subnet: p.Subnet, OneWay: true, Advice: v.Advice}.Text()
+		}
+	}
+	return v
 }
 
 // because returns the verdict with the cause that was found on this host, if there is one. A peer whose host is

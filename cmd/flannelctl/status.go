@@ -257,7 +257,7 @@ func printPaths(w io.Writer, row func(string, ...any), p status.Paths, all bool)
 		if one.RTT > 0 {
 			rtt = fmt.Sprintf("%.2f ms", one.RTT)
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", one.Subnet, one.PublicIP, result, rtt, dash(one.Advice))
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", one.Subnet, one.PublicIP, result, rtt, dash(one.Text()))
 	}
 }
 

@@ -140,7 +140,7 @@ func (m *Matrix) add(r *row, i int, p status.Path) error {
 		return nil
 	}
 
-	now := cell{result: uint8(rank)} //nolint:gosec // results has six elements
+	now := cell{result: uint8(rank), oneWay: p.OneWay && result.Broken()} //nolint:gosec // results has six elements
 	if result == OK {
 		now.rtt = float32(p.RTT)
 	}

@@ -14,6 +14,7 @@ package mesh
 import (
 	"cmp"
 	"errors"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -71,6 +72,7 @@ type row struct {
 // cell is a Cell in little memory, because a matrix of 5,000 hosts has 25 million cells.
 type cell struct {
 	result uint8 // index in results
+	oneWay bool  // see status.Path
 	rtt    float32
 }
 
@@ -118,7 +120,20 @@ func (m *Matrix) Cell(from, to int) Cell {
 	if advice, ok := r.advice[to]; ok {
 		now.Advice = advice.Value()
 	}
+	if d := m.direction(from, to); d != "" && now.Result.Broken() {
+		now.Advice = strings.TrimSuffix(d+"; "+now.Advice, "; ")
+	}
 	return now
+}
+
+// direction says which packets between two hosts are lost, if one of them knows. That is the sender.
+func (m *Matrix) direction(a, b int) string {
+	for _, p := range [][2]int{{a, b}, {b, a}} {
+		if cells := m.rows[p[0]].cells; cells != nil && cells[p[1]].oneWay {
+			return fmt.Sprintf("packets from %[1]s to %[2]s are lost, %[2]s to %[1]s arrive", m.Hosts[p[0]].Name, m.Hosts[p[1]].Name)
+		}
+	}
+	return ""
 }
 
 // maxText is the size in bytes of the longest text of an answer that is shown whole. It counts the text

@@ -132,6 +132,43 @@ func TestAnswers(t *testing.T) {
 	}
 }
 
+// TestDirection breaks the paths between hosts 0 and 1. If one of them knows which packets are lost, the cells of
+// both must say so, and a path that works must not.
+func TestDirection(t *testing.T) {
+	oneWay := func(p status.Path) status.Path {
+		p.OneWay = true
+		return p
+	}
+	advised := path(0, "network", 0)
+	advised.Advice = "look"
+	const there = "packets from 10.5.1.0/24 to 10.5.2.0/24 are lost, 10.5.2.0/24 to 10.5.1.0/24 arrive"
+	const back = "packets from 10.5.2.0/24 to 10.5.1.0/24 are lost, 10.5.1.0/24 to 10.5.2.0/24 arrive"
+	for _, tc := range []struct {
+		name        string
+		first       status.Path
+		second      *status.Path // nil if host 1 does not answer
+		want, wants string       // advice of hosts 0 and 1
+	}{
+		{"neither knows", path(1, "network", 0), &advised, "", "look"},
+		{"host 0 knows", oneWay(path(1, "network", 0)), &advised, there, there + "; look"},
+		{"host 1 knows", path(1, "underlay", 0), new(oneWay(advised)), back, back + "; look"},
+		{"host 1 does not answer", oneWay(path(1, "network", 0)), nil, there, ""},
+		{"the way back works", oneWay(path(1, "network", 0)), new(path(0, "", 1)), there, ""},
+		{"a path that works has a direction", oneWay(path(1, "", 0)), &advised, "", "look"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			m := mesh.New(hosts(2))
+			m.Answer(0, answer(t, 0, tc.first))
+			if tc.second != nil {
+				m.Answer(1, answer(t, 1, *tc.second))
+			}
+			if got, gets := m.Cell(0, 1).Advice, m.Cell(1, 0).Advice; got != tc.want || gets != tc.wants {
+				t.Errorf("the advice is\n%q,\n%q, want\n%q,\n%q", got, gets, tc.want, tc.wants)
+			}
+		})
+	}
+}
+
 // TestHeld checks which hosts keep a migration from being finished. A host that does not check paths can be asked, too.
 func TestHeld(t *testing.T) {
 	const own = `"lease":{"key":"10.5.1.0-24"}`

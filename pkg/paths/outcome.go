@@ -14,6 +14,7 @@ type Result struct {
 	Peer    string    // key of the peer's lease
 	Checked time.Time // zero if it was not checked yet
 	Since   time.Time // when OK last changed, or the first check if it has not; zero before that
+	OneWay  bool      // this host's packets to the peer are lost, and those of the peer arrive
 }
 
 // Outcome is what the prober knows of all paths.

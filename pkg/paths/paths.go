@@ -5,6 +5,7 @@
 //
 //   - diagnosis.go checks one path, for flannelctl check and for a path that has failed a probe.
 //   - prober.go probes the paths to all peers, a few packets a second, for the daemon.
+//   - direction.go finds out in which direction a path fails.
 //   - limit.go divides these packets among the probers of several networks.
 //   - outcome.go has the results of the prober.
 //

@@ -74,6 +74,7 @@ type Prober struct {
 	diagnose func(context.Context, Path) Verdict
 	slots    [2]chan struct{} // limit the checks at the same time: first of paths that are not broken, second of broken ones
 	pinger   *ping.Pinger
+	local    func(netip.Addr) bool // isLocal; tests replace it
 	reports  *changes.Limit
 
 	broke wait.Signal // a path has broken
@@ -81,6 +82,8 @@ type Prober struct {
 	mu     sync.Mutex
 	paths  map[Path]*state
 	broken map[Path]*state // the paths that are known not to work
+	// senders are the paths by the first address of their subnet, which notes have.
+	senders map[netip.Addr]*state
 }
 
 // state is the present knowledge of a path.
@@ -92,6 +95,7 @@ type state struct {
 	busy    bool
 	tcp     bool // TCP was answered once
 	failing Part // broken part of the last verdict other than Unknown; empty if the path worked
+	direction
 }
 
 // NewProber returns a prober.
@@ -99,17 +103,27 @@ func NewProber(c Config) *Prober {
 	p := &Prober{
 		Config: c, member: c.Limit.join(), paths: map[Path]*state{}, broken: map[Path]*state{},
 		slots:   [2]chan struct{}{make(chan struct{}, atOnce), make(chan struct{}, brokenAtOnce)},
-		reports: changes.NewLimit(changes.Burst), broke: wait.NewSignal(), pinger: ping.NewPinger(),
+		reports: changes.NewLimit(changes.Burst), broke: wait.NewSignal(), pinger: ping.NewPinger(), local: isLocal,
 	}
+	p.pinger.Heard = p.hear
 
 	p.send = sender{wait: c.Limit.Wait, ping: ping.Ping, knock: knock}
 	p.ping = p.pinger.Ping
 	p.probe = func(ctx context.Context, path Path, retry bool) (Verdict, error) {
 		dst := c.Network.end(path.Subnet)
 		way := ping.Path{Size: c.Network.mtu(path), Whole: true}
+		if !retry { // the path is broken
+			way.Note = p.note(path)
+		}
+
 		rtt, err := p.ping(ctx, dst, way, answerTimeout)
 		if err != nil && retry && p.send.await(ctx) == nil { // the first packet may wait for neighbour resolution
+			way.Note = p.note(path)
 			rtt, err = p.ping(ctx, dst, way, answerTimeout)
+		}
+
+		if err == nil {
+			p.passed(path)
 		}
 		if err == nil && c.Limit.Allow() {
 			err = p.knocked(path, answered(p.send.knock(ctx, dst)))
@@ -188,6 +202,7 @@ func (p *Prober) refresh(peers []Peer) []Path {
 	split := p.member.split(len(now))
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.senders = make(map[netip.Addr]*state, len(now))
 	var due []Path
 	for path, key := range now {
 		if split && !p.responsible(path.Subnet) {
@@ -198,6 +213,7 @@ func (p *Prober) refresh(peers []Peer) []Path {
 			p.paths[path] = &state{Result: Result{Verdict: Verdict{Path: path}, Peer: key}, pause: wait.Backoff{Least: again, Most: againMost}}
 		}
 		p.paths[path].Peer = key
+		p.senders[path.Subnet.Masked().Addr()] = p.paths[path]
 		due = append(due, path)
 	}
 
@@ -298,6 +314,9 @@ func (p *Prober) begin(path Path, broken bool) bool {
 	s := p.paths[path]
 	if s == nil || s.busy || s.broken() != broken {
 		return false
+	}
+	if s.begun.IsZero() {
+		s.heard = time.Now()
 	}
 	s.busy, s.begun = true, time.Now()
 	return true
@@ -406,9 +425,10 @@ func (p *Prober) mostDue(now time.Time) (path Path, ok, some bool) {
 // parameter worst says.
 func (p *Prober) Outcome(worst int) Outcome {
 	p.mu.Lock()
+	now := time.Now()
 	results := make([]Result, 0, len(p.paths))
 	for _, s := range p.paths {
-		results = append(results, s.Result)
+		results = append(results, s.result(now))
 	}
 	p.mu.Unlock()
 	return outcome(results, worst)

@@ -235,7 +235,7 @@ func paths(r Report) markup {
 		}
 		return tag(`<tr><td data-name="Path to">%s</td><td data-name="Public IP">%s</td><td data-name="Result" class="%s">%s</td>`+
 			`<td data-name="Round trip">%s</td><td data-name="Since">%s</td><td data-name="Advice">%s</td></tr>`+"\n",
-			p.Subnet, p.PublicIP, class, result, when(p.RTT != 0, "%s ms", strconv.FormatFloat(p.RTT, 'f', 2, 64)), ago(r.Now, p.Since), p.Advice)
+			p.Subnet, p.PublicIP, class, result, when(p.RTT != 0, "%s ms", strconv.FormatFloat(p.RTT, 'f', 2, 64)), ago(r.Now, p.Since), p.Text())
 	})
 
 	return tag(`<h2>Paths to peers</h2>

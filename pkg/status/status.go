@@ -270,8 +270,19 @@ type Path struct {
 	Broken   string       `json:"broken,omitempty"`  // the part that does not work
 	Largest  int          `json:"largest,omitempty"` // size in bytes of the largest packet that passes, if Broken is mtu
 	Advice   string       `json:"advice,omitempty"`
-	Checked  time.Time    `json:"checked"`
-	Since    time.Time    `json:"since"` // when OK last changed
+	// OneWay says that this host's packets to the peer are lost, and those of the peer arrive. If it is false,
+	// a path that does not work may fail in both directions, or only in the other one.
+	OneWay  bool      `json:"oneWay,omitempty"`
+	Checked time.Time `json:"checked"`
+	Since   time.Time `json:"since"` // when OK last changed
+}
+
+// Text returns the advice, after the direction if that is known.
+func (p Path) Text() string {
+	if !p.OneWay {
+		return p.Advice
+	}
+	return fmt.Sprintf("packets from this host to %s are lost, those from there arrive; %s", p.Subnet, p.Advice)
 }
 
 // Object is a kernel object, in the syntax of ip(8).

@@ -245,7 +245,7 @@ func statusPaths(o paths.Outcome) *status.Paths {
 	for _, r := range o.Worst {
 		s.Worst = append(s.Worst, status.Path{
 			Peer: r.Peer, Subnet: r.Subnet, PublicIP: r.PublicIP, OK: r.OK, RTT: float64(r.RTT) / float64(time.Millisecond),
-			Broken: string(r.Broken), Largest: r.Largest, Advice: r.Advice, Checked: r.Checked, Since: r.Since,
+			Broken: string(r.Broken), Largest: r.Largest, Advice: r.Advice, OneWay: r.OneWay, Checked: r.Checked, Since: r.Since,
 		})
 	}
 	return s
