@@ -10,7 +10,9 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"os/exec"
 	"runtime"
+	"slices"
 	"time"
 
 	"github.com/vishvananda/netlink"
@@ -18,8 +20,8 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
-	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
+	"github.com/flanneld/flanneld/test/must"
 )
 
 const etcdPrefix = lab.Prefix
@@ -33,142 +35,114 @@ type bed struct {
 	lab     *lab.Lab
 	client  *clientv3.Client // connects from inside host 1, like the daemon
 	backend string
-	peers   []peer // the peers whose leases are in etcd
-	plain   []int  // process ids of the programs that carry packets instead of daemons
+	peers   []peer      // the peers whose leases are in etcd
+	plain   []*exec.Cmd // programs that carry packets instead of daemons, one on each host
 }
 
-func newBed(ctx context.Context, flanneld string) (*bed, error) {
-	l, err := lab.New(ctx, lab.Config{Hosts: 2, Flanneld: flanneld})
-	if err != nil {
-		return nil, err
-	}
-	b := &bed{lab: l}
-	for _, h := range l.Hosts() {
-		if err := prepareHost(ctx, h); err != nil {
-			b.close()
-			return nil, fmt.Errorf("prepare %s: %w", h.Name(), err)
-		}
+func newBed(ctx context.Context, flanneld string) *bed {
+	b := &bed{lab: must.Get(lab.New(ctx, lab.Config{Hosts: 2, Flanneld: flanneld}))}
+	for _, h := range b.lab.Hosts() {
+		prepareHost(ctx, h)
 	}
 
-	host := l.Host(1)
-	b.client, err = l.Etcd().Client(ctx, func(c *clientv3.Config) {
+	host := b.lab.Host(1)
+	b.client = must.Get(b.lab.Etcd().Client(ctx, func(c *clientv3.Config) {
 		c.Endpoints = []string{host.EtcdEndpoint()}
 		c.DialOptions = []grpc.DialOption{grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) {
 			return host.Dial(ctx, "tcp", addr)
 		})}
-	})
-	if err != nil {
-		b.close()
-		return nil, err
-	}
-	return b, nil
+	}))
+	return b
 }
 
 // prepareHost adds a route that makes the addresses of all peers directly reachable through
 // eth0, as host-gw requires.
-func prepareHost(ctx context.Context, h *lab.Host) error {
-	return withRTNL(ctx, h, func(r *rtnl) error {
-		eth0, err := net.InterfaceByName("eth0")
-		if err != nil {
-			return err
-		}
-		r.putLinkRoute(netip.MustParsePrefix(peerNetwork), eth0.Index)
-		return r.flush()
+func prepareHost(ctx context.Context, h *lab.Host) {
+	withRTNL(ctx, h, func(r *rtnl) {
+		r.putLinkRoute(netip.MustParsePrefix(peerNetwork), link("eth0").Index)
+		r.flush()
 	})
+}
+
+// inside runs f in the namespace, on a locked thread.
+func inside(ctx context.Context, n *lab.Namespace, f func()) {
+	must.Do(n.Do(ctx, func() error { return must.Catch(f) }))
 }
 
 // withRTNL runs f with a new rtnetlink socket, on a locked thread in the host's network
 // namespace.
-func withRTNL(ctx context.Context, h *lab.Host, f func(r *rtnl) error) error {
-	return h.Do(ctx, func() error {
-		r, err := openRTNL()
-		if err != nil {
-			return err
-		}
+func withRTNL(ctx context.Context, h *lab.Host, f func(r *rtnl)) {
+	inside(ctx, h.Namespace, func() {
+		r := openRTNL()
 		defer r.close()
-		return f(r)
+		f(r)
 	})
 }
 
+func withNetlink(ctx context.Context, h *lab.Host, f func(nl *netlink.Handle)) {
+	must.Do(h.Netlink(ctx, func(nl *netlink.Handle) error { return must.Catch(func() { f(nl) }) }))
+}
+
+// link returns a device of the calling thread's namespace.
+func link(name string) *net.Interface { return must.Get(net.InterfaceByName(name)) }
+
 func (b *bed) close() {
-	if b.client != nil {
-		b.client.Close()
+	for _, cmd := range b.plain {
+		_ = cmd.Process.Kill() // the result of a killed process does not matter
+		_ = cmd.Wait()
 	}
+	b.client.Close()
 	b.lab.Close()
 }
 
 // configure replaces flannel's data in etcd by the network configuration and the leases of
 // n peers. It does nothing if etcd already has them.
-func (b *bed) configure(ctx context.Context, backend string, n int) error {
+func (b *bed) configure(ctx context.Context, backend string, n int) {
 	if b.backend == backend && len(b.peers) == n {
-		return nil
+		return
 	}
-	if _, err := b.client.Delete(ctx, etcdPrefix, clientv3.WithPrefix()); err != nil {
-		return fmt.Errorf("empty etcd: %w", err)
-	}
-	if err := b.putConfig(ctx, map[string]any{"Type": backend}, nil); err != nil {
-		return err
-	}
+	must.Get(b.client.Delete(ctx, etcdPrefix, clientv3.WithPrefix()))
+	b.putConfig(ctx, map[string]any{"Type": backend}, nil)
 	b.backend, b.peers = backend, makePeers(n)
-	return b.putLeases(ctx, b.peers)
+	b.putLeases(ctx, b.peers, b.backend, "")
 }
 
 // putConfig writes the network configuration with that backend. If next is not nil, it
 // becomes NextBackend, so that the network migrates.
-func (b *bed) putConfig(ctx context.Context, backend, next map[string]any) error {
+func (b *bed) putConfig(ctx context.Context, backend, next map[string]any) {
 	keys := map[string]any{"Network": podNetwork, "SubnetLen": 24, "SubnetMin": ownSubnets, "Backend": backend}
 	if next != nil {
 		keys["NextBackend"] = next
 	}
-	config, err := json.Marshal(keys)
-	if err != nil {
-		return err
-	}
-	if _, err := b.client.Put(ctx, etcdPrefix+"/config", string(config)); err != nil {
-		return fmt.Errorf("write the network configuration: %w", err)
-	}
-	return nil
+	b.put(ctx, etcdPrefix+"/config", marshal(keys))
 }
 
-func (b *bed) putLeases(ctx context.Context, peers []peer) error {
-	return b.putLeasesOf(ctx, peers, b.backend, "")
-}
-
-// putLeasesOf writes the leases of peers with data for the backend and, unless next is
+// putLeases writes the leases of peers with data for the backend and, unless next is
 // empty, for the next backend.
-func (b *bed) putLeasesOf(ctx context.Context, peers []peer, backend, next string) error {
-	for len(peers) > 0 {
-		some := peers[:min(txnOps, len(peers))]
-		peers = peers[len(some):]
-		var ops []clientv3.Op
-		for _, p := range some {
-			value, err := p.migratingValue(backend, next)
-			if err != nil {
-				return err
-			}
-			ops = append(ops, clientv3.OpPut(p.key(), value))
-		}
-		if _, err := b.client.Txn(ctx).Then(ops...).Commit(); err != nil {
-			return fmt.Errorf("write leases: %w", err)
-		}
+func (b *bed) putLeases(ctx context.Context, peers []peer, backend, next string) {
+	var ops []clientv3.Op
+	for _, p := range peers {
+		ops = append(ops, clientv3.OpPut(p.key(), p.value(backend, next)))
 	}
-	return nil
+	write(ctx, b.client, ops)
 }
 
-func (b *bed) deleteLeases(ctx context.Context, peers []peer) error {
-	for len(peers) > 0 {
-		some := peers[:min(txnOps, len(peers))]
-		peers = peers[len(some):]
-		var ops []clientv3.Op
-		for _, p := range some {
-			ops = append(ops, clientv3.OpDelete(p.key()))
-		}
-		if _, err := b.client.Txn(ctx).Then(ops...).Commit(); err != nil {
-			return fmt.Errorf("delete leases: %w", err)
-		}
+func (b *bed) deleteLeases(ctx context.Context, peers []peer) {
+	var ops []clientv3.Op
+	for _, p := range peers {
+		ops = append(ops, clientv3.OpDelete(p.key()))
 	}
-	return nil
+	write(ctx, b.client, ops)
 }
+
+// write makes many changes, in transactions of txnOps.
+func write(ctx context.Context, c *clientv3.Client, ops []clientv3.Op) {
+	for some := range slices.Chunk(ops, txnOps) {
+		must.Get(c.Txn(ctx).Then(some...).Commit())
+	}
+}
+
+func marshal(v any) string { return string(must.Get(json.Marshal(v))) }
 
 // device returns the name of the device through which the routes to peers lead. The backend
 // must be vxlan or host-gw.
@@ -181,116 +155,61 @@ func (b *bed) device() string {
 
 // clean stops the daemon on h and removes everything that it has left there: state, device,
 // routes and nexthop objects. It also deletes the leases of all daemons.
-func (b *bed) clean(ctx context.Context, h *lab.Host) error {
+func (b *bed) clean(ctx context.Context, h *lab.Host) {
 	if d := h.Daemon(); d != nil {
-		if _, err := d.Stop(ctx); err != nil {
-			return err
-		}
+		must.Get(d.Stop(ctx))
 	}
 
 	for _, dir := range []string{"/var/lib/flannel", "/run/flannel"} {
-		if err := os.RemoveAll(h.Path(dir)); err != nil {
-			return err
-		}
+		must.Do(os.RemoveAll(h.Path(dir)))
 	}
-	if err := b.deleteOwnLeases(ctx); err != nil {
-		return err
+
+	// Each daemon has an etcd lease. The leases of peers have none, so they stay.
+	for _, l := range must.Get(b.client.Leases(ctx)).Leases {
+		must.Get(b.client.Revoke(ctx, l.ID))
 	}
-	err := withRTNL(ctx, h, func(r *rtnl) error {
+	withRTNL(ctx, h, func(r *rtnl) {
 		for _, dev := range []string{"eth0", "flannel.1"} {
-			link, err := net.InterfaceByName(dev)
-			if err != nil {
-				continue
-			}
-			if err := r.flushDevice(link.Index); err != nil {
-				return fmt.Errorf("flush %s: %w", dev, err)
+			if link, err := net.InterfaceByName(dev); err == nil {
+				r.flushDevice(link.Index)
 			}
 		}
-		return nil
 	})
-	if err != nil {
-		return err
-	}
-	return h.Netlink(ctx, func(nl *netlink.Handle) error {
+	withNetlink(ctx, h, func(nl *netlink.Handle) {
 		link, err := nl.LinkByName("flannel.1")
 		if errors.As(err, &netlink.LinkNotFoundError{}) {
-			return nil
+			return
 		}
-		if err != nil {
-			return err
-		}
-		return nl.LinkDel(link)
+		must.Do(err)
+		must.Do(nl.LinkDel(link))
 	})
-}
-
-// deleteOwnLeases deletes the leases of all daemons, by revoking all etcd leases. The
-// leases of peers remain, because they have no etcd lease.
-func (b *bed) deleteOwnLeases(ctx context.Context) error {
-	leases, err := b.client.Leases(ctx)
-	if err != nil {
-		return fmt.Errorf("list etcd's leases: %w", err)
-	}
-	for _, l := range leases.Leases {
-		if _, err := b.client.Revoke(ctx, l.ID); err != nil {
-			return fmt.Errorf("revoke a lease: %w", err)
-		}
-	}
-	return nil
 }
 
 // flushDevice deletes the routes to pods through a device, and then the nexthop objects of
 // all devices. The opposite order takes much longer.
-func (r *rtnl) flushDevice(ifindex int) error {
+func (r *rtnl) flushDevice(ifindex int) {
 	pods := netip.MustParsePrefix(podNetwork)
 	var routes []netip.Prefix
-	err := r.dumpRoutes(ifindex, func(dst netip.Prefix, _ netip.Addr) {
+	r.dumpRoutes(ifindex, func(dst netip.Prefix, _ netip.Addr) {
 		if pods.Overlaps(dst) && dst.Bits() >= pods.Bits() {
 			routes = append(routes, dst)
 		}
 	})
-	if err != nil {
-		return fmt.Errorf("dump routes: %w", err)
-	}
 	var ids []uint32
-	if err := r.dumpNexthops(func(id uint32) { ids = append(ids, id) }); err != nil {
-		return fmt.Errorf("dump nexthops: %w", err)
-	}
-
-	for i := 0; i < len(routes); i += batch {
-		for _, dst := range routes[i:min(i+batch, len(routes))] {
-			r.delRoute(dst)
-		}
-		if err := r.flush(); err != nil {
-			return fmt.Errorf("delete routes: %w", err)
-		}
-	}
-
-	for i := 0; i < len(ids); i += batch {
-		for _, id := range ids[i:min(i+batch, len(ids))] {
-			r.delNexthop(id)
-		}
-		if err := r.flush(); err != nil {
-			return fmt.Errorf("delete nexthops: %w", err)
-		}
-	}
-	return nil
+	r.dumpNexthops(func(id uint32) { ids = append(ids, id) })
+	inBatches(r, routes, r.delRoute)
+	inBatches(r, ids, r.delNexthop)
 }
 
 // addVXLAN creates on h a device like that of the daemon.
-func addVXLAN(ctx context.Context, h *lab.Host) error {
-	return h.Netlink(ctx, func(nl *netlink.Handle) error {
-		eth0, err := nl.LinkByName("eth0")
-		if err != nil {
-			return err
-		}
+func addVXLAN(ctx context.Context, h *lab.Host) {
+	withNetlink(ctx, h, func(nl *netlink.Handle) {
 		attrs := netlink.NewLinkAttrs()
 		attrs.Name = "flannel.1"
 		attrs.MTU = 1450
-		link := &netlink.Vxlan{LinkAttrs: attrs, VxlanId: 1, Port: 8472, VtepDevIndex: eth0.Attrs().Index}
-		if err := nl.LinkAdd(link); err != nil {
-			return fmt.Errorf("add flannel.1: %w", err)
-		}
-		return nl.LinkSetUp(link)
+		link := &netlink.Vxlan{LinkAttrs: attrs, VxlanId: 1, Port: 8472, VtepDevIndex: must.Get(nl.LinkByName("eth0")).Attrs().Index}
+		must.Do(nl.LinkAdd(link))
+		must.Do(nl.LinkSetUp(link))
 	})
 }
 
@@ -298,61 +217,38 @@ func addVXLAN(ctx context.Context, h *lab.Host) error {
 // cleans that host first and writes the objects of base, which are not measured. kinds
 // selects the objects of each peer. base and peers together must be the first peers of the
 // benchmark, because limit verifies these at the end.
-func (b *bed) limit(ctx context.Context, base, peers []peer, kinds objects) (took, cpu time.Duration, err error) {
+func (b *bed) limit(ctx context.Context, base, peers []peer, kinds objects) (took, cpu time.Duration) {
 	h := b.lab.Host(2)
-	if err := b.clean(ctx, h); err != nil {
-		return 0, 0, err
-	}
+	b.clean(ctx, h)
 	if b.backend == "vxlan" {
-		if err := addVXLAN(ctx, h); err != nil {
-			return 0, 0, err
-		}
+		addVXLAN(ctx, h)
 	}
-	if err := b.quiesce(ctx); err != nil {
-		return 0, 0, err
-	}
-	err = h.Do(ctx, func() error {
-		link, err := net.InterfaceByName(b.device())
-		if err != nil {
-			return err
-		}
-		if _, _, err := writeLimit(link.Index, base, kinds); err != nil {
-			return err
-		}
-		took, cpu, err = writeLimit(link.Index, peers, kinds)
-		return err
+	b.quiesce(ctx)
+	inside(ctx, h.Namespace, func() {
+		device := link(b.device()).Index
+		writeLimit(device, base, kinds)
+		took, cpu = writeLimit(device, peers, kinds)
 	})
-	if err != nil {
-		return 0, 0, err
-	}
-	return took, cpu, b.verify(ctx, h, len(base)+len(peers))
+	b.verify(ctx, h, len(base)+len(peers))
+	return took, cpu
 }
 
-// verify returns an error unless a host has exactly the kernel objects that the first n peers need.
+// verify ends the measure unless a host has exactly the kernel objects that the first n peers need.
 // It ignores objects that are not for peers, such as those for the subnets of daemons.
-func (b *bed) verify(ctx context.Context, h *lab.Host, n int) error {
+func (b *bed) verify(ctx context.Context, h *lab.Host, n int) {
 	kinds := objectsOf(b.backend)
-	return withRTNL(ctx, h, func(r *rtnl) error {
-		link, err := net.InterfaceByName(b.device())
-		if err != nil {
-			return err
+	have := newEntries()
+	withRTNL(ctx, h, func(r *rtnl) {
+		device := link(b.device()).Index
+		r.dumpRoutes(device, func(dst netip.Prefix, gateway netip.Addr) { have.routes[dst] = gateway })
+		if kinds.vtep {
+			r.dumpNeighs(unix.AF_INET, device, func(dst netip.Addr, mac [6]byte) { have.neighs[dst] = mac })
+			r.dumpNeighs(unix.AF_BRIDGE, device, func(dst netip.Addr, mac [6]byte) { have.fdb[mac] = dst })
 		}
-		have := newEntries()
-		err = r.dumpRoutes(link.Index, func(dst netip.Prefix, gateway netip.Addr) { have.routes[dst] = gateway })
-		if err == nil && kinds.vtep {
-			err = errors.Join(
-				r.dumpNeighs(unix.AF_INET, link.Index, func(dst netip.Addr, mac [6]byte) { have.neighs[dst] = mac }),
-				r.dumpNeighs(unix.AF_BRIDGE, link.Index, func(dst netip.Addr, mac [6]byte) { have.fdb[mac] = dst }),
-			)
-		}
-		if err == nil {
-			err = have.check(makePeers(n), kinds)
-		}
-		if err != nil {
-			return fmt.Errorf("%s: %w", h.Name(), err)
-		}
-		return nil
 	})
+	if err := have.check(makePeers(n), kinds); err != nil {
+		must.Fail("%s: %w", h.Name(), err)
+	}
 }
 
 // entries contains the kernel objects on the device through which the routes to peers lead.
@@ -406,7 +302,7 @@ func (e entries) check(peers []peer, kinds objects) error {
 
 // quiesce waits until the last measure no longer has effects: it collects the benchmark's
 // own garbage and leaves the kernel time for deferred work.
-func (b *bed) quiesce(ctx context.Context) error {
+func (b *bed) quiesce(ctx context.Context) {
 	runtime.GC()
-	return wait.For(ctx, 300*time.Millisecond)
+	pause(ctx, 300*time.Millisecond)
 }

@@ -5,8 +5,8 @@ package main
 import (
 	"context"
 	"fmt"
-	"net"
 	"net/http"
+	"net/http/httptest"
 	"net/netip"
 	"os"
 	"time"
@@ -25,6 +25,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // cloudServer is a test server that behaves like the API of a cloud.
@@ -116,26 +117,19 @@ func cloudHost(n int) cloud.Host {
 
 // measureCloud counts the calls that hosts make to the API of each cloud. It runs the keepers of the daemons in this
 // process.
-func (r *runner) measureCloud(ctx context.Context) error {
+func (r *runner) measureCloud(ctx context.Context) {
 	ctx = klog.NewContext(ctx, klog.Logger{}) // without a log, which would have a line for each route
 	for _, hosts := range []int{10, 100, 1000} {
 		for _, s := range cloudServers() {
-			if err := r.cloudRound(ctx, s, hosts); err != nil {
-				return fmt.Errorf("%s with %d hosts: %w", s.backend, hosts, err)
-			}
+			r.cloudRound(ctx, s, hosts)
 		}
 	}
-	return nil
 }
 
 // cloudRound counts the calls to the API of one cloud in a network with that number of hosts.
-func (r *runner) cloudRound(ctx context.Context, s *cloudServer, hosts int) error {
-	api, end, err := serveHTTP(ctx, s)
-	if err != nil {
-		return err
-	}
-	defer end()
-	b := &cloudBench{cloudServer: s, api: api, metadata: map[int]http.Handler{}}
+func (r *runner) cloudRound(ctx context.Context, s *cloudServer, hosts int) {
+	b := &cloudBench{cloudServer: s, api: httptest.NewServer(s), metadata: map[int]http.Handler{}}
+	defer b.api.Close()
 	for n := 1; n <= hosts; n++ {
 		b.metadata[n] = s.metadata(n, cloudHost(n).Addresses[0])
 		if s.slow != nil && hosts > slowestStart {
@@ -147,62 +141,44 @@ func (r *runner) cloudRound(ctx context.Context, s *cloudServer, hosts int) erro
 	add := func(what string, n int) { r.report.add(group, what, hosts, "calls", float64(n)) }
 
 	b.metadata[hosts+1] = s.metadata(hosts+1, cloudHost(hosts + 1).Addresses[0])
-	joins, err := b.count(func() error { return b.start(ctx, hosts+1, hosts) })
-	if err != nil {
-		return fmt.Errorf("a host joins: %w", err)
-	}
-	rests, err := b.count(func() error { return b.rest(ctx, 2, hosts) })
-	if err != nil {
-		return fmt.Errorf("a host at rest: %w", err)
-	}
-	add("all hosts start", hosts*joins)
+	before := b.calls()
+	b.run(ctx, hosts+1, hosts, true)
+	joins := b.calls() - before
+	b.run(ctx, 2, hosts, false)
+	rests := b.calls() - before - joins
 	add("a day at rest", int(24*time.Hour/cloudResync)*hosts*rests)
 	add("a host joins", joins)
-	return nil
 }
 
 // cloudBench is a server with the hosts of its cloud.
 type cloudBench struct {
 	*cloudServer
-	api      string
+	api      *httptest.Server
 	metadata map[int]http.Handler // by number of the host
 }
 
-// host returns the backend of host n, as its daemon creates it, and a function that ends its metadata
-// service. The addresses of the services are in environment variables of this process, which each call
-// replaces. So the backend must have connected before the next call.
-func (b *cloudBench) host(ctx context.Context, n int) (*backend.CloudBackend, func(), error) {
-	metadata, end, err := serveHTTP(ctx, b.metadata[n])
-	if err != nil {
-		return nil, nil, err
-	}
-
-	for name, value := range b.env(b.api, metadata) {
-		if err := os.Setenv(name, value); err != nil {
-			end()
-			return nil, nil, err
-		}
+// run lets the backend of host n work as in its daemon, until it has compared the routes. If it starts, it
+// claims its lease and compares them twice, so that the second time confirms its route. The addresses of the
+// services are in environment variables of this process, which each call replaces.
+func (b *cloudBench) run(ctx context.Context, n, hosts int, starts bool) {
+	metadata := httptest.NewServer(b.metadata[n])
+	defer metadata.Close()
+	for name, value := range b.env(b.api.URL, metadata.URL) {
+		must.Do(os.Setenv(name, value))
 	}
 
 	a := cloudHost(n).Addresses[0]
-	env := backend.Env{
+	be, _, err := b.factory([]byte(`{}`), backend.Env{
 		Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: 1500, Addrs: []underlay.Address{{Local: a, Public: a}}},
 		Config:   subnet.Config{Networks: []subnet.Network{{Prefix: cloudNetworkPrefix()}}},
+	})
+	must.Do(err)
+	comparisons := 1
+	if starts {
+		must.Get(be.Claim(ctx, subnet.Claim{}))
+		comparisons = 2
 	}
-
-	be, _, err := b.factory([]byte(`{}`), env)
-	if err != nil {
-		end()
-		return nil, nil, err
-	}
-	return be.(*backend.CloudBackend), end, nil
-}
-
-// count returns the number of calls of the API that f makes.
-func (b *cloudBench) count(f func() error) (int, error) {
-	before := b.calls()
-	err := f()
-	return b.calls() - before, err
+	keep(ctx, be.(*backend.CloudBackend).Cloud, n, hosts, comparisons)
 }
 
 // cloudPeers returns the peers of host n in a network with that number of hosts, counted from 1.
@@ -216,9 +192,8 @@ func cloudPeers(n, hosts int) cloud.Peers {
 	return p
 }
 
-// keep runs the keeper of host n until it has made that number of comparisons of the routes. It returns the error of the
-// last one.
-func (b *cloudBench) keep(ctx context.Context, c cloud.Cloud, n, hosts, comparisons int) error {
+// keep runs the keeper of host n until it has made that number of comparisons of the routes. The last one must succeed.
+func keep(ctx context.Context, c cloud.Cloud, n, hosts, comparisons int) {
 	ctx, cancel := context.WithCancel(ctx)
 	compared := make(chan struct{}, comparisons)
 	k := cloud.NewKeeper(cloud.KeeperConfig{
@@ -240,45 +215,10 @@ func (b *cloudBench) keep(ctx context.Context, c cloud.Cloud, n, hosts, comparis
 	for range comparisons {
 		select {
 		case <-ctx.Done():
-			return ctx.Err()
+			must.Do(context.Cause(ctx))
 		case <-compared:
 		}
 	}
 	_, err := k.Result(ctx)
-	return err
-}
-
-// start starts host n. It returns when a comparison has confirmed its route.
-func (b *cloudBench) start(ctx context.Context, n, hosts int) error {
-	be, end, err := b.host(ctx, n)
-	if err != nil {
-		return err
-	}
-	defer end()
-	if _, err := be.Claim(ctx, subnet.Claim{}); err != nil {
-		return err
-	}
-	return b.keep(ctx, be.Cloud, n, hosts, 2)
-}
-
-// rest lets host n make one comparison, which finds everything in order.
-func (b *cloudBench) rest(ctx context.Context, n, hosts int) error {
-	be, end, err := b.host(ctx, n)
-	if err != nil {
-		return err
-	}
-	defer end()
-	return b.keep(ctx, be.Cloud, n, hosts, 1)
-}
-
-// serveHTTP serves h on loopback until end is called, and returns its URL.
-func serveHTTP(ctx context.Context, h http.Handler) (url string, end func(), err error) {
-	var config net.ListenConfig
-	l, err := config.Listen(ctx, "tcp", "127.0.0.1:0")
-	if err != nil {
-		return "", nil, err
-	}
-	server := &http.Server{Handler: h, ReadHeaderTimeout: patience}
-	go func() { _ = server.Serve(l) }()
-	return "http://" + l.Addr().String(), func() { _ = server.Close() }, nil
+	must.Do(err)
 }

@@ -4,7 +4,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"net"
 	"net/netip"
 	"os"
@@ -14,6 +13,7 @@ import (
 
 	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // start is the result of one start of the daemon.
@@ -37,104 +37,78 @@ const samples = 100
 
 // begin starts the daemon on host 1 and waits until the kernel has all objects of the
 // peers.
-func (b *bed) begin(ctx context.Context, args ...string) (s start, err error) {
+func (b *bed) begin(ctx context.Context, o lab.FlanneldOptions) (s start) {
 	h := b.lab.Host(1)
 	began := time.Now()
-	if s.daemon, err = h.StartFlanneld(ctx, lab.FlanneldOptions{Args: args}); err != nil {
-		return s, err
-	}
-	return s, b.follow(ctx, h, began, &s)
-}
-
-// follow waits until the kernel of h has all objects of the peers. It records in s how
-// long that took since began, and what s.daemon has used until then.
-func (b *bed) follow(ctx context.Context, h *lab.Host, began time.Time, s *start) error {
-	err := h.Do(ctx, func() error { return b.observe(ctx, h, began, s) })
-	if err != nil {
-		return err
-	}
-	if s.cpu, err = figures.ProcessCPU(s.daemon.PID()); err != nil {
-		return err
-	}
-	m, err := figures.ProcessMemory(s.daemon.PID())
-	s.peak = m.Peak
-	return err
+	s.daemon = must.Get(h.StartFlanneld(ctx, o))
+	b.observe(ctx, h, began, &s)
+	s.cpu = figures.ProcessCPU(s.daemon.PID())
+	s.peak = figures.ProcessMemory(s.daemon.PID()).Peak
+	return s
 }
 
 // observe polls for subnet.env and for the routes of a sample of the peers, and then
 // counts all objects. It returns when the file and all objects exist, and sets s.file
-// and s.all. It must run on a locked thread in the host's namespace.
-func (b *bed) observe(ctx context.Context, h *lab.Host, began time.Time, s *start) error {
-	r, err := openRTNL()
-	if err != nil {
-		return err
-	}
-	defer r.close()
+// and s.all to the time that this took since began.
+func (b *bed) observe(ctx context.Context, h *lab.Host, began time.Time, s *start) {
 	sample := 0
+	last := min(samples, len(b.peers))
 	file := h.Path(lab.SubnetFile)
-	every := unix.NsecToTimespec(int64(pollEvery))
-	for s.all == 0 || s.file == 0 {
-		if ctx.Err() != nil {
-			return fmt.Errorf("wait for flanneld to program %d peers: %w: %s", len(b.peers), context.Cause(ctx), s.daemon.Log())
-		}
-		if err := s.daemon.Ended(); err != nil {
-			return err
-		}
-		if s.file == 0 {
-			if _, err := os.Stat(file); err == nil {
-				s.file = time.Since(began)
+	withRTNL(ctx, h, func(r *rtnl) {
+		for ; s.all == 0 || s.file == 0; nap() {
+			if ctx.Err() != nil {
+				must.Fail("wait for flanneld to program %d peers: %w: %s", len(b.peers), context.Cause(ctx), s.daemon.Log())
 			}
-		}
+			must.Do(s.daemon.Ended())
+			if s.file == 0 {
+				if _, err := os.Stat(file); err == nil {
+					s.file = time.Since(began)
+				}
+			}
 
-		for s.all == 0 && sample < min(samples, len(b.peers)) {
-			found, err := r.hasRoute(b.peers[sample*(len(b.peers)-1)/max(1, min(samples, len(b.peers))-1)].subnet)
-			if err != nil {
-				return err
+			for sample < last && r.hasRoute(b.peers[sample*(len(b.peers)-1)/max(1, last-1)].subnet) {
+				sample++
 			}
-			if !found {
-				break
-			}
-			sample++
-		}
-		if s.all == 0 && sample == min(samples, len(b.peers)) {
-			now := time.Since(began) // taken before the count, which itself takes ten milliseconds
-			all, err := b.complete(r)
-			if err != nil {
-				return err
-			}
-			if all {
-				s.all = now
-				continue
+			if s.all == 0 && sample == last {
+				now := time.Since(began) // taken before the count, which itself takes ten milliseconds
+				if b.complete(r) {
+					s.all = now
+				}
 			}
 		}
-		_ = unix.Nanosleep(&every, nil)
-	}
-	return nil
+	})
+}
+
+// nap makes the calling thread pause between two polls. It takes less time to wake up than a timer of Go.
+func nap() {
+	every := unix.NsecToTimespec(int64(pollEvery))
+	_ = unix.Nanosleep(&every, nil)
 }
 
 // complete reports whether the kernel has at least as many entries of each kind as the
 // peers need.
-func (b *bed) complete(r *rtnl) (bool, error) {
+func (b *bed) complete(r *rtnl) bool {
 	link, err := net.InterfaceByName(b.device())
 	if err != nil {
-		return false, nil
+		return false
 	}
 	want := len(b.peers)
 	if b.backend == "vxlan" {
 		for _, family := range []uint8{unix.AF_INET, unix.AF_BRIDGE} {
 			n := 0
-			if err := r.dumpNeighs(family, link.Index, func(netip.Addr, [6]byte) { n++ }); err != nil || n < want {
-				return false, err
+			r.dumpNeighs(family, link.Index, func(netip.Addr, [6]byte) { n++ })
+			if n < want {
+				return false
 			}
 		}
 	}
 
 	pods := netip.MustParsePrefix(podNetwork)
 	n := 0
-	err = r.dumpRoutes(link.Index, func(dst netip.Prefix, _ netip.Addr) {
+	r.dumpRoutes(link.Index, func(dst netip.Prefix, _ netip.Addr) {
 		if dst.Bits() == 24 && pods.Contains(dst.Addr()) {
 			n++
 		}
 	})
-	return n >= want, err
+	return n >= want
 }

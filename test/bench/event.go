@@ -5,17 +5,14 @@ package main
 import (
 	"context"
 	"encoding/binary"
-	"errors"
-	"fmt"
-	"net"
 	"net/netip"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"golang.org/x/sys/unix"
 
-	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // eventPause is the pause before each event, in which daemon and etcd become idle.
@@ -31,122 +28,99 @@ type latencies struct{ add, remove, watch []float64 }
 // announced that all objects of the lease exist, or are gone. Between these writes it
 // makes writes of equal size that the daemon does not see, and measures the time until a
 // bare etcd watch has the event.
-func (b *bed) events(ctx context.Context, count int) (l latencies, err error) {
+func (b *bed) events(ctx context.Context, count int) (l latencies) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel() // ends the bare watch, because each open watch makes later measures slower
 	p := makePeer(len(b.peers))
-	value, err := p.value(b.backend)
-	if err != nil {
-		return l, err
-	}
-	announced, stop, err := b.listen(ctx, b.lab.Host(1), p)
-	if err != nil {
-		return l, err
-	}
+	value := p.value(b.backend, "")
+	announced, stop := b.listen(ctx, b.lab.Host(1), p)
 	defer stop()
-	bare := b.client.Watch(ctx, barePrefix, clientv3.WithPrefix())
-	if err := wait.For(ctx, 100*time.Millisecond); err != nil {
-		return l, err
-	}
-	once := func(write func() error, arrive func() (time.Time, error)) (float64, error) {
-		if err := wait.For(ctx, eventPause); err != nil {
-			return 0, err
-		}
-		written := make(chan error, 1) // the event may arrive before the reply to the write
-		start := time.Now()
-		go func() { written <- write() }()
-		end, err := arrive()
-		return ms(end.Sub(start)), errors.Join(err, <-written)
-	}
-
-	steps := []struct {
-		into  *[]float64
-		write func() error
-		wait  func() (time.Time, error)
-	}{
-		{&l.add, func() error { return b.put(ctx, p.key(), value) }, func() (time.Time, error) { return announced(false) }},
-		{&l.watch, func() error { return b.put(ctx, barePrefix+p.subnet.String(), value) }, func() (time.Time, error) { return waitWatch(bare) }},
-		{&l.remove, func() error { return b.remove(ctx, p.key()) }, func() (time.Time, error) { return announced(true) }},
-		{&l.watch, func() error { return b.remove(ctx, barePrefix+p.subnet.String()) }, func() (time.Time, error) { return waitWatch(bare) }},
-	}
+	watch := b.client.Watch(ctx, barePrefix, clientv3.WithPrefix())
+	pause(ctx, 100*time.Millisecond)
+	seen := func() time.Time { return waitWatch(watch) }
 
 	for range count {
-		for _, s := range steps {
-			took, err := once(s.write, s.wait)
-			if err != nil {
-				return l, err
-			}
-			*s.into = append(*s.into, took)
+		for _, s := range []struct {
+			into   *[]float64
+			key    string
+			remove bool
+			arrive func() time.Time
+		}{
+			{&l.add, p.key(), false, func() time.Time { return announced(false) }},
+			{&l.watch, barePrefix + p.subnet.String(), false, seen},
+			{&l.remove, p.key(), true, func() time.Time { return announced(true) }},
+			{&l.watch, barePrefix + p.subnet.String(), true, seen},
+		} {
+			pause(ctx, eventPause)
+			start := time.Now()
+			arrived := during(func() {
+				if s.remove {
+					b.remove(ctx, s.key)
+				} else {
+					b.put(ctx, s.key, value)
+				}
+			}, s.arrive)
+			*s.into = append(*s.into, ms(arrived.Sub(start)))
 		}
 	}
-	return l, nil
+	return l
 }
 
-func (b *bed) put(ctx context.Context, key, value string) error {
-	_, err := b.client.Put(ctx, key, value)
-	return err
+// during makes a write while it waits for its event, which may arrive before the reply to the write.
+func during(write func(), arrive func() time.Time) time.Time {
+	written := make(chan error, 1)
+	go func() { written <- must.Catch(write) }()
+	at := arrive()
+	must.Do(<-written)
+	return at
 }
 
-func (b *bed) remove(ctx context.Context, key string) error {
-	_, err := b.client.Delete(ctx, key)
-	return err
-}
+func (b *bed) put(ctx context.Context, key, value string) { must.Get(b.client.Put(ctx, key, value)) }
 
-func waitWatch(events clientv3.WatchChan) (time.Time, error) {
+func (b *bed) remove(ctx context.Context, key string) { must.Get(b.client.Delete(ctx, key)) }
+
+func waitWatch(events clientv3.WatchChan) time.Time {
 	select {
 	case resp, ok := <-events:
-		if !ok {
-			return time.Time{}, fmt.Errorf("etcd watch ended: %w", resp.Err())
+		if !ok || resp.Err() != nil {
+			must.Fail("etcd watch ended: %w", resp.Err())
 		}
-		return time.Now(), resp.Err()
 	case <-time.After(patience):
-		return time.Time{}, fmt.Errorf("etcd watch: nothing within %s", patience)
+		must.Fail("etcd watch: nothing within %s", patience)
 	}
+	return time.Now()
 }
 
 // listen subscribes to the kernel's announcements about the objects of p on host. wait
 // blocks until all of them exist or, if gone is true, until all are gone. It returns the
-// time of the last announcement, or an error if none arrives within patience. The caller
-// must call stop, unless listen returns an error.
-func (b *bed) listen(ctx context.Context, host *lab.Host, p peer) (wait func(gone bool) (time.Time, error), stop func(), err error) {
+// time of the last announcement, and ends the measure if none arrives within patience. The caller
+// must call stop.
+func (b *bed) listen(ctx context.Context, host *lab.Host, p peer) (wait func(gone bool) time.Time, stop func()) {
 	var r *rtnl
 	var ifindex int
-	err = host.Do(ctx, func() error {
-		link, err := net.InterfaceByName(b.device())
-		if err != nil {
-			return err
-		}
-		ifindex = link.Index
-		r, err = openRTNL(unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_ROUTE)
-		return err
+	inside(ctx, host.Namespace, func() {
+		ifindex = link(b.device()).Index
+		r = openRTNL(unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_ROUTE)
 	})
-	if err != nil {
-		return nil, nil, err
-	}
-	tv := unix.NsecToTimeval(int64(patience))
-	if err := unix.SetsockoptTimeval(r.fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv); err != nil {
-		r.close()
-		return nil, nil, err
-	}
+	r.limitWait(patience)
 	want := 1
 	if objectsOf(b.backend).vtep {
 		want = 3
 	}
-	return func(gone bool) (time.Time, error) {
+	return func(gone bool) time.Time {
 		have := map[string]bool{}
 		for len(have) < want {
-			err := r.receive(func(typ uint16, _ uint32, payload []byte) error {
+			err := r.receive(func(typ uint16, _ uint32, payload []byte) {
 				if what := p.concerned(typ, payload, ifindex, gone); what != "" {
 					have[what] = true
 				}
-				return nil
 			})
 			if err != nil {
-				return time.Time{}, fmt.Errorf("wait for the kernel to announce %d objects of %s, have %v: %w", want, p.subnet, have, err)
+				must.Fail("wait for the kernel to announce %d objects of %s, have %v: %w", want, p.subnet, have, err)
 			}
 		}
-		return time.Now(), nil
-	}, r.close, nil
+		return time.Now()
+	}, r.close
 }
 
 // concerned returns the name of the object of p that a message announces as new or, if

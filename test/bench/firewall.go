@@ -3,6 +3,8 @@
 package main
 
 import (
+	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -14,8 +16,8 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // foreignRules is the number of rules of other programs on a busy host, as kube-proxy
@@ -31,150 +33,87 @@ const firewallTriggers = 10
 type firewallKind struct {
 	name, variant string
 	args          []string
+	programs      float64 // target: how many it may run in a minute at rest
 	// trigger is a command with which another program makes a change that the daemon must
 	// repair.
 	trigger string
 }
 
 func firewallKinds() []firewallKind {
-	iptables := func(variant, trigger string) firewallKind {
-		return firewallKind{"iptables-" + variant, variant, []string{"--firewall=iptables"}, trigger}
-	}
 	return []firewallKind{
-		{"nftables", "nft", []string{"--firewall=nftables"}, "nft flush chain ip flannel-ipv4 forward"},
-		iptables("nft", "iptables-nft -F FLANNEL-FWD"),
-		iptables("legacy", "iptables-legacy -F FLANNEL-FWD"),
+		{"nftables", "nft", []string{"--firewall=nftables"}, 0, "nft flush chain ip flannel-ipv4 forward"},
+		{"iptables-nft", "nft", []string{"--firewall=iptables"}, 0, "iptables-nft -F FLANNEL-FWD"},
+		{"iptables-legacy", "legacy", []string{"--firewall=iptables"}, 24, "iptables-legacy -F FLANNEL-FWD"},
 	}
 }
 
 // measureFirewall measures the cost of masquerade and forward rules for both families, on a
 // host without and on one with many rules of other programs.
-func (r *runner) measureFirewall(ctx context.Context) error {
+func (r *runner) measureFirewall(ctx context.Context) {
 	for _, k := range firewallKinds() {
 		for _, foreign := range []int{0, foreignRules} {
-			if err := r.firewallRound(ctx, k, foreign); err != nil {
-				return fmt.Errorf("%s: %w", k.name, err)
-			}
+			r.firewallRound(ctx, k, foreign)
 		}
 	}
-	return nil
 }
 
 // firewallRound measures one kind. foreign is the number of rules of other programs on the
 // host. It uses a new host, because rules stay when a daemon stops.
-func (r *runner) firewallRound(ctx context.Context, k firewallKind, foreign int) error {
+func (r *runner) firewallRound(ctx context.Context, k firewallKind, foreign int) {
 	families := []prefix.Family{prefix.IPv4, prefix.IPv6}
-	network, err := lab.NetworkConfig(families, json.RawMessage(`{"Type":"vxlan"}`))
-	if err != nil {
-		return err
-	}
-	l, err := lab.New(ctx, lab.Config{Hosts: 1, Families: families, Network: network, Flanneld: r.flanneld})
-	if err != nil {
-		return err
-	}
+	network := must.Get(lab.NetworkConfig(families, json.RawMessage(`{"Type":"vxlan"}`)))
+	l := must.Get(lab.New(ctx, lab.Config{Hosts: 1, Families: families, Network: network, Flanneld: r.flanneld}))
 	defer l.Close()
 	h := l.Host(1)
-	if err := addForeignRules(ctx, h, k.variant, foreign); err != nil {
-		return err
-	}
-	programs, err := newPrograms(k.variant)
-	if err != nil {
-		return err
-	}
+	addForeignRules(ctx, h, k.variant, foreign)
+	programs := newPrograms(k.variant)
 	defer programs.remove()
 	group := "Traffic rules by " + k.name
-	run, err := programs.count(ctx, h, k, r.atRest)
-	if err != nil {
-		return err
-	}
-	r.report.add(group, "programs run in a minute, at rest", foreign, "programs", run*float64(time.Minute)/float64(r.atRest), 0)
+	minutes := r.atRest.Minutes()
 
-	d, err := startFirewall(ctx, h, k, programs.plain)
-	if err != nil {
-		return err
-	}
+	d := startFirewall(ctx, h, k, programs.counted)
+	ran := programs.count()
+	pause(ctx, r.atRest)
+	r.report.add(group, "programs run in a minute, at rest", foreign, "programs", float64(programs.count()-ran)/minutes, k.programs)
+	d.Kill()
+
+	d = startFirewall(ctx, h, k, programs.plain)
 	defer d.Kill()
-	before, err := treeCPU(d.PID())
-	if err != nil {
-		return err
-	}
-	if err := wait.For(ctx, r.atRest); err != nil {
-		return err
-	}
-	after, err := treeCPU(d.PID())
-	if err != nil {
-		return err
-	}
-	cpu := ms(after-before) * float64(time.Minute) / float64(r.atRest)
-	r.report.add(group, "CPU in a minute, at rest, programs included", foreign, "ms", cpu, 150)
-	return r.firewallRepairs(ctx, group, k, foreign, d)
+	cpu := spent(treeCPU, d.PID(), func() { pause(ctx, r.atRest) })
+	r.report.add(group, "CPU in a minute, at rest, programs included", foreign, "ms", ms(cpu)/minutes, 150)
+
+	repairs := func() float64 { return figure(metrics(ctx, d), "flannel_firewall_repairs_total") }
+	before := repairs()
+	cpu = spent(treeCPU, d.PID(), func() {
+		for range firewallTriggers {
+			must.Get(h.Exec(ctx, "sh", "-ec", k.trigger))
+			pause(ctx, 2*time.Second)
+		}
+
+		// The daemon seldom reads legacy rules if there are many.
+		limited, cancel := context.WithTimeoutCause(ctx, 10*time.Minute, fmt.Errorf("%s: none of %d changes was repaired", k.name, firewallTriggers))
+		defer cancel()
+		for repairs() == before {
+			pause(limited, 2*time.Second)
+		}
+	})
+	r.report.add(group, "CPU of one repair, and the look behind it", foreign, "ms", ms(cpu)/(repairs()-before))
 }
 
-// firewallRepairs makes changes that d repairs, and records the CPU time per repair.
-func (r *runner) firewallRepairs(ctx context.Context, group string, k firewallKind, foreign int, d *lab.Daemon) error {
-	repairs := func() (float64, error) {
-		_, page, err := d.Get(ctx, "/metrics")
-		if err != nil {
-			return 0, err
-		}
-		return figure(page, "flannel_firewall_repairs_total")
-	}
-
-	were, err := repairs()
-	if err != nil {
-		return err
-	}
-	before, err := treeCPU(d.PID())
-	if err != nil {
-		return err
-	}
-
-	for range firewallTriggers {
-		if out, err := r.inHost(ctx, d, k.trigger); err != nil {
-			return fmt.Errorf("%w: %s", err, out)
-		}
-		if err := wait.For(ctx, 2*time.Second); err != nil {
-			return err
-		}
-	}
-
-	after, err := treeCPU(d.PID())
-	if err != nil {
-		return err
-	}
-	are, err := repairs()
-	if err != nil {
-		return err
-	}
-	if are == were {
-		return fmt.Errorf("none of %d changes was repaired", firewallTriggers)
-	}
-	r.report.add(group, "CPU of one repair, and the look behind it", foreign, "ms", ms(after-before)/(are-were))
-	return nil
-}
-
-// inHost runs a script in the daemon's namespaces, and returns its output.
-func (r *runner) inHost(ctx context.Context, d *lab.Daemon, script string) ([]byte, error) {
-	return exec.CommandContext(ctx, "nsenter", "-t", fmt.Sprint(d.PID()), "-n", "-m", "sh", "-ec", script).CombinedOutput()
-}
-
-func startFirewall(ctx context.Context, h *lab.Host, k firewallKind, path string) (*lab.Daemon, error) {
-	d, err := h.StartFlanneld(ctx, lab.FlanneldOptions{Args: append(k.args, "--ip-masq"), Env: []string{"PATH=" + path + ":" + os.Getenv("PATH")}})
-	if err != nil {
-		return nil, err
-	}
-	if err := d.Ready(ctx); err != nil {
-		return nil, err
-	}
-	return d, wait.For(ctx, afterStart)
+// startFirewall starts a daemon that finds the programs of path, and waits until it is idle.
+func startFirewall(ctx context.Context, h *lab.Host, k firewallKind, path string) *lab.Daemon {
+	d := must.Get(h.StartFlanneld(ctx, lab.FlanneldOptions{Args: append(k.args, "--ip-masq"), Env: []string{"PATH=" + path + ":" + os.Getenv("PATH")}}))
+	must.Do(d.Ready(ctx))
+	pause(ctx, afterStart)
+	return d
 }
 
 // addForeignRules creates count rules in chains of a hundred, half of them for each family,
 // like those of another program on a busy host. No rule jumps to these chains, so they cost
 // only those programs that read all rules.
-func addForeignRules(ctx context.Context, h *lab.Host, variant string, count int) error {
+func addForeignRules(ctx context.Context, h *lab.Host, variant string, count int) {
 	if count == 0 {
-		return nil
+		return
 	}
 
 	const perChain = 100
@@ -189,62 +128,37 @@ func addForeignRules(ctx context.Context, h *lab.Host, variant string, count int
 
 	rules.WriteString("COMMIT\n")
 	file := h.Path("/run/foreign-rules")
-	if err := os.WriteFile(file, []byte(rules.String()), 0o600); err != nil {
-		return err
-	}
+	must.Do(os.WriteFile(file, []byte(rules.String()), 0o600))
 
 	for _, family := range []string{"iptables", "ip6tables"} {
-		if out, err := h.Exec(ctx, "sh", "-ec", fmt.Sprintf("%s-%s-restore --noflush /run/foreign-rules", family, variant)); err != nil {
-			return fmt.Errorf("add foreign rules: %w: %s", err, out)
-		}
+		must.Get(h.Exec(ctx, "sh", "-ec", fmt.Sprintf("%s-%s-restore --noflush /run/foreign-rules", family, variant)))
 	}
-	return nil
 }
 
 // firewallPrograms are two folders with the programs of one iptables variant. plain has links
 // to the programs. counted has scripts that add a line to log before they run the program.
 type firewallPrograms struct{ dir, plain, counted, log string }
 
-func newPrograms(variant string) (firewallPrograms, error) {
-	dir, err := os.MkdirTemp("", "bench-programs")
+func newPrograms(variant string) firewallPrograms {
+	dir := must.Get(os.MkdirTemp("", "bench-programs"))
 	p := firewallPrograms{dir, filepath.Join(dir, "plain"), filepath.Join(dir, "counted"), filepath.Join(dir, "log")}
-	errs := []error{err, os.Mkdir(p.plain, 0o700), os.Mkdir(p.counted, 0o700)}
+	must.Do(errors.Join(os.Mkdir(p.plain, 0o700), os.Mkdir(p.counted, 0o700), os.WriteFile(p.log, nil, 0o600)))
 	for _, family := range []string{"iptables", "ip6tables"} {
 		for _, suffix := range []string{"", "-save", "-restore"} {
 			for _, v := range []string{"", "-nft", "-legacy"} {
-				behind := family + v + suffix
-				if v == "" {
-					behind = family + "-" + variant + suffix
-				}
-				path, err := exec.LookPath(behind)
+				name := family + v + suffix
+				behind := family + cmp.Or(v, "-"+variant) + suffix
+				path := must.Get(exec.LookPath(behind))
 				script := fmt.Sprintf("#!/bin/sh\necho %s >>%s\nexec %s \"$@\"\n", behind, p.log, path)
-				errs = append(errs, err, os.Symlink(path, filepath.Join(p.plain, family+v+suffix)),
-					os.WriteFile(filepath.Join(p.counted, family+v+suffix), []byte(script), 0o700))
+				must.Do(os.Symlink(path, filepath.Join(p.plain, name)))
+				must.Do(os.WriteFile(filepath.Join(p.counted, name), []byte(script), 0o700))
 			}
 		}
 	}
-	return p, errors.Join(errs...)
+	return p
 }
 
 func (p firewallPrograms) remove() { _ = os.RemoveAll(p.dir) }
 
-// count starts a daemon with the counted programs, and returns how many programs it runs in
-// the time d when it is idle.
-func (p firewallPrograms) count(ctx context.Context, h *lab.Host, k firewallKind, d time.Duration) (float64, error) {
-	daemon, err := startFirewall(ctx, h, k, p.counted)
-	if err != nil {
-		return 0, err
-	}
-	defer daemon.Kill()
-	lines := func() int {
-		text, err := os.ReadFile(p.log)
-		if err != nil { // no program has run yet
-			return 0
-		}
-		return strings.Count(string(text), "\n")
-	}
-
-	before := lines()
-	err = wait.For(ctx, d)
-	return float64(lines() - before), err
-}
+// count returns how many of the counted programs have run.
+func (p firewallPrograms) count() int { return bytes.Count(must.Get(os.ReadFile(p.log)), []byte("\n")) }

@@ -15,100 +15,55 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/test/lab"
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // small is the size of the packets of a flood in bytes, including the IP and UDP headers.
 const small = 200
 
 // flood sends small UDP packets as fast as the sender's kernel accepts them. It measures
-// how many are sent and how many arrive per second, and the CPU time of the daemons. The
+// how many arrive per second, and the CPU time of the daemons. The
 // sender passes them to the kernel as single packets or, if gathered is true, as large
 // buffers that the kernel splits (UDP_SEGMENT).
-func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, addr netip.Addr, gathered bool) (c carried, err error) {
-	if err := b.quiesce(ctx); err != nil {
-		return c, err
-	}
+func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, addr netip.Addr, gathered bool) (c carried) {
+	b.quiesce(ctx)
 	var in, out *net.UDPConn
-	err = to.Do(ctx, func() (err error) {
-		in, err = net.ListenUDP("udp4", net.UDPAddrFromAddrPort(netip.AddrPortFrom(addr, 0)))
-		return err
-	})
-	if err != nil {
-		return c, err
-	}
+	inside(ctx, to, func() { in = must.Get(net.ListenUDP("udp4", net.UDPAddrFromAddrPort(netip.AddrPortFrom(addr, 0)))) })
 	defer in.Close()
 	_ = in.SetReadBuffer(4 << 20)
-	err = from.Do(ctx, func() (err error) {
-		out, err = net.DialUDP("udp4", nil, in.LocalAddr().(*net.UDPAddr))
-		return err
-	})
-	if err != nil {
-		return c, err
-	}
+	inside(ctx, from, func() { out = must.Get(net.DialUDP("udp4", nil, in.LocalAddr().(*net.UDPAddr))) })
 	defer out.Close()
 
-	var received atomic.Int64
-	arriving, err := in.SyscallConn()
-	if err != nil {
-		return c, err
-	}
-	go drain(arriving, &received)
-	d := 3 * time.Second
-	if r.quick {
-		d = time.Second
+	const payload, most = small - 28, 64
+	leaving := must.Get(out.SyscallConn())
+	load := newPackets(most, payload)
+	if gathered {
+		load = newPackets(1, payload*most)
+		var err error
+		cerr := leaving.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.IPPROTO_UDP, unix.UDP_SEGMENT, payload) })
+		must.Do(errors.Join(cerr, err))
 	}
 
-	before, err := r.daemonCPU(b)
-	if err != nil {
-		return c, err
-	}
+	var received atomic.Int64
+	arriving := must.Get(in.SyscallConn())
+	go drain(arriving, &received)
 	start := time.Now()
-	if err := out.SetWriteDeadline(start.Add(d)); err != nil {
-		return c, err
-	}
-	leaving, err := out.SyscallConn()
-	if err != nil {
-		return c, err
-	}
-	load, each, err := floodOf(leaving, gathered)
-	if err != nil {
-		return c, err
-	}
-	sent := 0
-	for err == nil && time.Since(start) < d {
-		var n int
-		n, err = load.send(leaving)
-		sent += n * each
-	}
-	if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
-		return c, err
-	}
-	took := time.Since(start).Seconds()
+	d := r.flowTime()
+	must.Do(out.SetWriteDeadline(start.Add(d)))
+	used := b.carriersSpend(func() {
+		for time.Since(start) < d {
+			if _, err := load.send(leaving); !errors.Is(err, os.ErrDeadlineExceeded) {
+				must.Do(err)
+			}
+		}
+	})
 	n := float64(received.Load())
 	if n == 0 {
-		return c, errors.New("no packet arrived")
+		must.Fail("no packet arrived")
 	}
-
-	after, err := r.daemonCPU(b)
-	if err != nil {
-		return c, err
-	}
-	c.pps, c.sent, c.cpuPerMpkt = n/took, float64(sent)/took, (after-before).Seconds()/(n/1e6)
-	return c, nil
-}
-
-// floodOf returns the buffers that are sent again and again, and how many packets each of
-// them contains. If gathered is true, it makes the kernel split the buffers that are sent
-// through out.
-func floodOf(out syscall.RawConn, gathered bool) (load *packets, each int, err error) {
-	const payload, most = small - 28, 64
-	if !gathered {
-		return newPackets(most, payload), 1, nil
-	}
-	cerr := out.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.IPPROTO_UDP, unix.UDP_SEGMENT, payload) })
-	return newPackets(1, payload*most), most, oneline.Join(cerr, err)
+	c.pps, c.cpuPerMpkt = n/time.Since(start).Seconds(), used.Seconds()/(n/1e6)
+	return c
 }
 
 // drain adds the arriving packets to received until in is closed.

@@ -3,11 +3,12 @@
 package main
 
 import (
-	"fmt"
 	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // batch is how many rtnetlink messages one datagram contains. Above about twenty, the
@@ -18,19 +19,12 @@ const batch = 200
 // messages of one kind after another, many in a datagram, with one acknowledgement
 // per datagram. No program that writes these objects can be faster. cpu is the CPU
 // time of the calling thread, which must be locked.
-func writeLimit(ifindex int, peers []peer, kinds objects) (took, cpu time.Duration, err error) {
+func writeLimit(ifindex int, peers []peer, kinds objects) (took, cpu time.Duration) {
 	start := time.Now()
 	startCPU := threadCPU()
-	r, err := openRTNL()
-	if err != nil {
-		return 0, 0, err
-	}
+	r := openRTNL()
 	defer r.close()
-	each := func(build func(p peer)) {
-		if err == nil {
-			err = r.each(peers, build)
-		}
-	}
+	each := func(build func(p peer)) { inBatches(r, peers, build) }
 
 	var flags uint32
 	if kinds.onLink {
@@ -46,30 +40,22 @@ func writeLimit(ifindex int, peers []peer, kinds objects) (took, cpu time.Durati
 	} else {
 		each(func(p peer) { r.putRoute(p.subnet, ifindex, p.gateway(kinds), flags) })
 	}
-	if err != nil {
-		return 0, 0, fmt.Errorf("write the limit: %w", err)
-	}
-	return time.Since(start), threadCPU() - startCPU, nil
+	return time.Since(start), threadCPU() - startCPU
 }
 
-// each calls build for each peer, which adds messages, and sends them in datagrams of
-// batch peers.
-func (r *rtnl) each(peers []peer, build func(p peer)) error {
-	for some := range slices.Chunk(peers, batch) {
-		for _, p := range some {
-			build(p)
+// inBatches calls build for each element, which adds one message, and sends them in datagrams of
+// batch messages.
+func inBatches[T any](r *rtnl, elements []T, build func(T)) {
+	for some := range slices.Chunk(elements, batch) {
+		for _, one := range some {
+			build(one)
 		}
-		if err := r.flush(); err != nil {
-			return err
-		}
+		r.flush()
 	}
-	return nil
 }
 
 func threadCPU() time.Duration {
 	var ts unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &ts); err != nil {
-		return 0
-	}
+	must.Do(unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &ts))
 	return time.Duration(ts.Nano())
 }

@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"os/signal"
 	"path/filepath"
 	"strings"
@@ -20,6 +21,7 @@ import (
 
 	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // options are the parameters of a run.
@@ -40,10 +42,9 @@ type options struct {
 	busyRoutes  int
 	busyFor     time.Duration
 	churnChange int // number of lease changes in the measure growth
-	apiserver   string
 }
 
-func parse(args []string) (options, error) {
+func parse(args []string) options {
 	o := options{
 		rounds: 9, cold: []int{10, 1000, 5000, 10000}, large: 5000, eventSizes: []int{100, 1000, 10000}, eventCount: 200,
 		restarts: 20, atRest: time.Minute, busyRoutes: 200_000, busyFor: 15 * time.Second, churnChange: 100_000,
@@ -54,13 +55,10 @@ func parse(args []string) (options, error) {
 	f.StringVar(&o.out, "out", "dist/out/bench", "folder for results.json and the charts")
 	f.StringVar(&o.page, "page", "", "markdown file that takes the tables in")
 	f.StringVar(&o.only, "only", "", "comma-separated measures; empty means all of "+strings.Join(names(), ", "))
-	f.StringVar(&o.apiserver, "apiserver", "bin/tools/kube-apiserver", "the Kubernetes API server")
 	f.BoolVar(&o.quick, "quick", false, "fewer rounds, shorter waits: minutes less, and less to be trusted")
 	rounds := f.Int("rounds", 0, "rounds of each measure; 0 means the default")
 	peers := f.Int("n", 0, "leases of others in the large measures; 0 means 5000")
-	if err := f.Parse(args); err != nil {
-		return o, err
-	}
+	must.Do(f.Parse(args))
 	if o.quick {
 		o.rounds = 3
 		o.cold = []int{10, 5000}
@@ -78,24 +76,22 @@ func parse(args []string) (options, error) {
 		o.cold = []int{*peers}
 	}
 	if f.NArg() > 0 {
-		return o, fmt.Errorf("unexpected argument %q", f.Arg(0))
+		must.Fail("unexpected argument %q", f.Arg(0))
 	}
 	if o.page != "" && o.only != "" {
-		return o, errors.New("-page needs all measures, so it cannot be combined with -only")
+		must.Fail("-page needs all measures, so it cannot be combined with -only")
 	}
-	return o, nil
+	return o
 }
 
 func main() {
 	lab.RunChild()
-	if is, err := runPlain(os.Args[0], os.Args[1:]); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	} else if is {
-		return
-	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := execute(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	err := must.Catch(func() {
+		if !runPlain(os.Args[0], os.Args[1:]) {
+			execute(ctx, os.Args[1:], os.Stdout, os.Stderr)
+		}
+	})
 	stop()
 	if err != nil && !errors.Is(err, flag.ErrHelp) {
 		fmt.Fprintln(os.Stderr, "bench:", err)
@@ -103,58 +99,33 @@ func main() {
 	}
 }
 
-func execute(ctx context.Context, args []string, out, progress io.Writer) error {
-	o, err := parse(args)
-	if err != nil {
-		return err
-	}
-	r := &report{Date: time.Now(), Quick: o.quick}
-	if err := r.describe(ctx, o.flanneld); err != nil {
-		return err
-	}
-	before, err := machineCPU()
-	if err != nil {
-		return err
-	}
-	b, err := newBed(ctx, o.flanneld)
-	if err != nil {
-		return err
-	}
+func execute(ctx context.Context, args []string, out, progress io.Writer) {
+	o := parse(args)
+	version := must.Get(exec.CommandContext(ctx, o.flanneld, "--version").CombinedOutput())
+	r := &report{Date: time.Now(), Quick: o.quick, Commit: strings.TrimSpace(string(version)), Machine: figures.ThisMachine()}
+	before := machineCPU()
+	b := newBed(ctx, o.flanneld)
 	run := &runner{options: o, bed: b, report: r}
-	incomplete := run.all(ctx, progress)
+	incomplete := must.Catch(func() { run.all(ctx, progress) })
 	b.close() // before othersCPU, which counts the CPU time only of children that have ended
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
-	}
-	if r.OthersCPU, err = othersCPU(before); err != nil {
-		return err
-	}
+	must.Do(context.Cause(ctx))
+	r.OthersCPU = othersCPU(before)
 	r.Seconds = time.Since(r.Date).Seconds()
-	if err := r.table(out); err != nil {
-		return err
-	}
-	if incomplete != nil { // a run with a failed measure does not replace the results of the last one
-		return incomplete
-	}
-	return r.save(o)
+	r.markdown(out, allMeasures)
+	must.Do(incomplete) // a run with a failed measure does not replace the results of the last one
+	r.save(o)
 }
 
 // save writes the report as results.json, as charts and, if o.page is set, on that page.
 // It replaces the results of the last run.
-func (r *report) save(o options) error {
+func (r *report) save(o options) {
 	if o.only == "" { // remove charts of the last run for which this run has no data
-		old, err := filepath.Glob(filepath.Join(o.out, "*.svg"))
-		if err != nil {
-			return err
-		}
-		for _, chart := range old {
-			if err := os.Remove(chart); err != nil {
-				return err
-			}
+		for _, chart := range must.Get(filepath.Glob(filepath.Join(o.out, "*.svg"))) {
+			must.Do(os.Remove(chart))
 		}
 	}
-	if err := figures.Save(o.out, r, r.charts()); err != nil || o.page == "" {
-		return err
+	figures.Save(o.out, r, r.charts())
+	if o.page != "" {
+		figures.Insert(o.page, "make bench", func(out io.Writer) { r.markdown(out, judgedMeasures) })
 	}
-	return figures.Insert(o.page, "make bench", r.markdown)
 }

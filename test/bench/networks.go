@@ -4,17 +4,15 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"net/netip"
-	"slices"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
-	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
+	"github.com/flanneld/flanneld/test/must"
 )
 
 const (
@@ -35,16 +33,12 @@ type served struct {
 
 // measureNetworks compares a daemon with one network without a name, a daemon with one named
 // network, and a daemon with a hundred networks. They alternate.
-func (r *runner) measureNetworks(ctx context.Context) error {
+func (r *runner) measureNetworks(ctx context.Context) {
 	const group = networksGroup
 	for range r.rounds {
 		took := map[int]served{}
 		for _, n := range []int{0, 1, manyNetworks} {
-			s, err := r.networksRound(ctx, n)
-			if err != nil {
-				return fmt.Errorf("%d networks: %w", n, err)
-			}
-			took[n] = s
+			took[n] = r.networksRound(ctx, n)
 		}
 
 		plain := took[0]
@@ -65,23 +59,16 @@ func (r *runner) measureNetworks(ctx context.Context) error {
 		r.report.add(group, "CPU a minute, at rest, of each further network", manyNetworks, "ms", max(0, ms(many.idle-one.idle))/(manyNetworks-1), 1)
 		r.report.add(group, "requests to etcd, at rest", manyNetworks, "calls", many.asked, 0)
 	}
-	return nil
 }
 
 // networksRound starts a daemon with n networks on a new host, and measures it. If n is 0, the
 // daemon has one network without a name.
-func (r *runner) networksRound(ctx context.Context, n int) (s served, err error) {
+func (r *runner) networksRound(ctx context.Context, n int) (s served) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute+r.atRest)
 	defer cancel()
-	l, err := lab.New(ctx, lab.Config{Hosts: 1, Flanneld: r.flanneld})
-	if err != nil {
-		return s, err
-	}
+	l := must.Get(lab.New(ctx, lab.Config{Hosts: 1, Flanneld: r.flanneld}))
 	defer l.Close()
-	subnets, err := putNetworks(ctx, l, n)
-	if err != nil {
-		return s, err
-	}
+	subnets := putNetworks(ctx, l, n)
 	h := l.Host(1)
 	var args []string
 	if n > 0 {
@@ -89,40 +76,23 @@ func (r *runner) networksRound(ctx context.Context, n int) (s served, err error)
 	}
 
 	began := time.Now()
-	d, err := h.StartFlanneld(ctx, lab.FlanneldOptions{Args: args})
-	if err != nil {
-		return s, err
-	}
-	if err := untilReady(ctx, d); err != nil {
-		return s, err
-	}
+	d := must.Get(h.StartFlanneld(ctx, lab.FlanneldOptions{Args: args}))
+	untilReady(ctx, d)
 	s.ready = time.Since(began)
-	if s.cpu, err = figures.ProcessCPU(d.PID()); err != nil {
-		return s, err
-	}
-	if err := checkRoutes(ctx, h, subnets); err != nil {
-		return s, err
-	}
-	if err := wait.For(ctx, afterStart); err != nil {
-		return s, err
-	}
-	m, err := figures.ProcessMemory(d.PID())
-	if err != nil {
-		return s, err
-	}
+	s.cpu = figures.ProcessCPU(d.PID())
+	checkRoutes(ctx, h, subnets)
+	pause(ctx, afterStart)
+	m := figures.ProcessMemory(d.PID())
 	s.memory = m.Anonymous + m.File
-	cpu, asked, err := idle(ctx, h, d, r.atRest)
-	s.idle, s.asked = time.Duration(float64(cpu)*float64(time.Minute)/float64(r.atRest)), asked.Total()
-	return s, err
+	cpu, asked := idle(ctx, h, d, r.atRest)
+	s.idle, s.asked = time.Duration(float64(cpu)/r.atRest.Minutes()), asked.Total()
+	return s
 }
 
 // putNetworks puts the configurations of n networks and the leases of their peers into the store,
 // and returns the subnets of all peers. If n is 0, it puts one network without a name.
-func putNetworks(ctx context.Context, l *lab.Lab, n int) (subnets []netip.Prefix, err error) {
-	c, err := l.Etcd().Client(ctx)
-	if err != nil {
-		return nil, err
-	}
+func putNetworks(ctx context.Context, l *lab.Lab, n int) (subnets []netip.Prefix) {
+	c := must.Get(l.Etcd().Client(ctx))
 	defer c.Close()
 	var ops []clientv3.Op
 	for i := range max(1, n) {
@@ -134,29 +104,17 @@ func putNetworks(ctx context.Context, l *lab.Lab, n int) (subnets []netip.Prefix
 
 		const firstNetwork = 100 // the second byte of the first pod range, 10.100.0.0/16
 		network := [4]byte{10, byte(firstNetwork + i)}
-		config, err := json.Marshal(map[string]any{
+		ops = append(ops, clientv3.OpPut(root+"/config", marshal(map[string]any{
 			"Network": netip.PrefixFrom(netip.AddrFrom4(network), 16), "Backend": map[string]any{"Type": "vxlan", "VNI": vni},
-		})
-		if err != nil {
-			return nil, err
-		}
-		ops = append(ops, clientv3.OpPut(root+"/config", string(config)))
+		})))
 		for j, p := range makePeers(networkPeers) {
 			network[2] = byte(j + 1)
 			subnet := netip.PrefixFrom(netip.AddrFrom4(network), 24)
-			lease, err := json.Marshal(map[string]any{"PublicIP": p.ip, "BackendType": "vxlan", "BackendData": p.vtep(vni)})
-			if err != nil {
-				return nil, err
-			}
-			ops = append(ops, clientv3.OpPut(fmt.Sprintf("%s/subnets/%s-%d", root, subnet.Addr(), subnet.Bits()), string(lease)))
+			lease := marshal(map[string]any{"PublicIP": p.ip, "BackendType": "vxlan", "BackendData": p.vtep(vni)})
+			ops = append(ops, clientv3.OpPut(fmt.Sprintf("%s/subnets/%s-%d", root, subnet.Addr(), subnet.Bits()), lease))
 			subnets = append(subnets, subnet)
 		}
 	}
-
-	for some := range slices.Chunk(ops, txnOps) {
-		if _, err := c.Txn(ctx).Then(some...).Commit(); err != nil {
-			return nil, fmt.Errorf("write networks: %w", err)
-		}
-	}
-	return subnets, nil
+	write(ctx, c, ops)
+	return subnets
 }

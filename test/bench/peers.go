@@ -4,7 +4,6 @@ package main
 
 import (
 	"encoding/binary"
-	"encoding/json"
 	"fmt"
 	"net"
 	"net/netip"
@@ -95,13 +94,10 @@ func (p peer) vtep(vni int) map[string]any {
 	return map[string]any{"VNI": vni, "VtepMAC": net.HardwareAddr(p.mac[:]).String()}
 }
 
-// value returns the value of the peer's lease with data for that backend.
-func (p peer) value(backend string) (string, error) { return p.migratingValue(backend, "") }
-
-// migratingValue returns the value of the peer's lease in a migration from backend to
-// next. next must be host-gw, which has no data of its own, or empty if the network
+// value returns the value of the peer's lease with data for that backend. In a migration, next
+// is the next backend. It must be host-gw, which has no data of its own, or empty if the network
 // does not migrate.
-func (p peer) migratingValue(backend, next string) (string, error) {
+func (p peer) value(backend, next string) string {
 	lease := map[string]any{"PublicIP": p.ip, "PublicIPv6": nil}
 	if backend != "udp" { // udp leases have no type
 		lease["BackendType"] = backend
@@ -112,6 +108,5 @@ func (p peer) migratingValue(backend, next string) (string, error) {
 	if next != "" {
 		lease["NextBackendType"] = next
 	}
-	text, err := json.Marshal(lease)
-	return string(text), err
+	return marshal(lease)
 }

@@ -5,63 +5,58 @@ package main
 import (
 	"context"
 	"fmt"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/vishvananda/netlink"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
+	"github.com/flanneld/flanneld/test/must"
 )
+
+// clockTick is the unit of CPU times in /proc.
+const clockTick = 10 * time.Millisecond
+
+func pause(ctx context.Context, d time.Duration) {
+	if wait.For(ctx, d) != nil {
+		must.Do(context.Cause(ctx))
+	}
+}
+
+// spent returns how much CPU time a daemon or another process uses while f runs. cpu is figures.ProcessCPU or treeCPU.
+func spent(cpu func(pid int) time.Duration, pid int, f func()) time.Duration {
+	before := cpu(pid)
+	f()
+	return cpu(pid) - before
+}
 
 // treeCPU returns the CPU time of a process, including that of children for which it
 // has waited.
-func treeCPU(pid int) (time.Duration, error) {
-	own, err := figures.ProcessCPU(pid)
-	if err != nil {
-		return 0, err
-	}
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return 0, err
-	}
-	_, rest, _ := strings.Cut(string(text), ") ")
+func treeCPU(pid int) time.Duration {
+	file := fmt.Sprintf("/proc/%d/stat", pid)
+	_, rest, _ := strings.Cut(string(must.Get(os.ReadFile(file))), ") ")
 	fields := strings.Fields(rest)
-	const first, tick = 13, 10 * time.Millisecond // index of the field cutime, which cstime follows; both are in ticks
-	if len(fields) < first+2 {
-		return 0, fmt.Errorf("/proc/%d/stat has an unexpected format", pid)
+	const cutime, cstime = 13, 14
+	if len(fields) <= cstime {
+		must.Fail("%s has an unexpected format", file)
 	}
-
-	var user, system int64
-	if _, err := fmt.Sscan(fields[first], &user); err != nil {
-		return 0, err
-	}
-	_, err = fmt.Sscan(fields[first+1], &system)
-	return own + time.Duration(user+system)*tick, err
+	ticks := must.Get(strconv.Atoi(fields[cutime])) + must.Get(strconv.Atoi(fields[cstime]))
+	return figures.ProcessCPU(pid) + time.Duration(ticks)*clockTick
 }
 
 // children returns the number of children that a process has now, running or not yet
 // waited for. treeCPU does not include their CPU time.
-func children(pid int) (count int, err error) {
-	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
-	if err != nil {
-		return 0, err
+func children(pid int) (count int) {
+	for _, file := range must.Get(filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))) {
+		count += len(strings.Fields(string(must.Get(os.ReadFile(file)))))
 	}
-	for _, file := range files {
-		text, err := os.ReadFile(file)
-		if err != nil {
-			return 0, err
-		}
-		count += len(strings.Fields(string(text)))
-	}
-	return count, nil
-}
-
-// openFiles returns the number of open file descriptors of a process.
-func openFiles(pid int) (int, error) {
-	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
-	return len(entries), err
+	return count
 }
 
 // resources contains what a daemon uses at one moment, and its CPU time until then.
@@ -73,36 +68,43 @@ type resources struct {
 	cpu        time.Duration
 }
 
-func holdings(ctx context.Context, d *lab.Daemon) (h resources, err error) {
-	m, err := figures.ProcessMemory(d.PID())
-	if err != nil {
-		return h, err
+func holdings(ctx context.Context, d *lab.Daemon) resources {
+	h := resources{
+		anonymous: figures.ProcessMemory(d.PID()).Anonymous, cpu: figures.ProcessCPU(d.PID()),
+		files: len(must.Get(os.ReadDir(fmt.Sprintf("/proc/%d/fd", d.PID())))),
 	}
-	h.anonymous = m.Anonymous
-	if h.files, err = openFiles(d.PID()); err != nil {
-		return h, err
-	}
-	if h.cpu, err = figures.ProcessCPU(d.PID()); err != nil {
-		return h, err
-	}
-	_, page, err := d.Get(ctx, "/metrics") // last, because the request itself uses memory, files and goroutines
-	if err != nil {
-		return h, err
-	}
-	if h.goroutines, err = figure(page, "go_goroutines"); err != nil {
-		return h, err
-	}
-	h.heapGoal, err = figure(page, "go_memstats_next_gc_bytes")
-	return h, err
+	page := metrics(ctx, d) // last, because the request itself uses memory, files and goroutines
+	h.goroutines = figure(page, "go_goroutines")
+	h.heapGoal = figure(page, "go_memstats_next_gc_bytes")
+	return h
 }
 
-// figure returns the value of a Prometheus metric without labels. It returns an error
-// if page does not have the metric.
-func figure(page, name string) (float64, error) {
+func metrics(ctx context.Context, d *lab.Daemon) string {
+	_, page, err := d.Get(ctx, "/metrics")
+	must.Do(err)
+	return page
+}
+
+// figure returns the value of a Prometheus metric without labels, which page must have.
+func figure(page, name string) float64 {
 	for line := range strings.Lines(page) {
 		if value, ok := strings.CutPrefix(line, name+" "); ok {
-			return strconv.ParseFloat(strings.TrimSpace(value), 64)
+			return must.Get(strconv.ParseFloat(strings.TrimSpace(value), 64))
 		}
 	}
-	return 0, fmt.Errorf("the daemon's metrics have no %s", name)
+	must.Fail("the daemon's metrics have no %s", name)
+	return 0
+}
+
+// requests returns how many messages of all clients etcd has received so far, by method, as etcd
+// counts them. It asks etcd from inside host.
+func requests(ctx context.Context, host *lab.Host) figures.Counts {
+	transport := &http.Transport{DialContext: host.Dial, DisableKeepAlives: true}
+	return figures.EtcdMessages(ctx, &http.Client{Transport: transport, Timeout: 10 * time.Second}, host.EtcdEndpoint())
+}
+
+// eth0 returns the attributes of the host's interface to the underlay, with its counters.
+func eth0(ctx context.Context, h *lab.Host) (attrs *netlink.LinkAttrs) {
+	withNetlink(ctx, h, func(nl *netlink.Handle) { attrs = must.Get(nl.LinkByName("eth0")).Attrs() })
+	return attrs
 }

@@ -6,8 +6,6 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
-	"fmt"
-	"net"
 	"net/netip"
 	"time"
 
@@ -16,6 +14,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // restarted is the result of one restart.
@@ -29,54 +28,38 @@ type restarted struct {
 // restart ends the daemon on host 1, by SIGKILL if kill is true and otherwise by
 // SIGTERM, and starts it again. Meanwhile the pod from sends a flow of packets to the
 // pod to, which is on host 2.
-func (b *bed) restart(ctx context.Context, from, to *lab.Pod, kill bool) (s restarted, err error) {
+func (b *bed) restart(ctx context.Context, from, to *lab.Pod, kill bool) (s restarted) {
 	h := b.lab.Host(1)
-	flow, err := from.StartFlow(ctx, to, prefix.IPv4, 1000)
-	if err != nil {
-		return s, err
-	}
+	flow := must.Get(from.StartFlow(ctx, to, prefix.IPv4, 1000))
 	defer func() {
 		stats := flow.Stop()
 		s.lost = len(stats.Lost)
 		s.sent = stats.Sent
 	}()
 
-	count, err := b.countWrites(ctx, h)
-	if err != nil {
-		return s, err
-	}
+	count := b.countWrites(ctx, h)
 	if kill {
 		h.Daemon().Kill()
-	} else if _, err := h.Daemon().Stop(ctx); err != nil {
-		return s, err
+	} else {
+		must.Get(h.Daemon().Stop(ctx))
 	}
 
 	began := time.Now()
-	d, err := h.StartFlanneld(ctx, lab.FlanneldOptions{})
-	if err != nil {
-		return s, err
-	}
-	if err := untilReady(ctx, d); err != nil {
-		return s, err
-	}
+	untilReady(ctx, must.Get(h.StartFlanneld(ctx, lab.FlanneldOptions{})))
 	s.ready = time.Since(began)
-	if err := wait.For(ctx, 500*time.Millisecond); err != nil { // late packets and announcements arrive meanwhile
-		return s, err
-	}
-	s.writes, err = count()
-	return s, err
+	pause(ctx, 500*time.Millisecond) // late packets and announcements arrive meanwhile
+	s.writes = count()
+	return s
 }
 
-func untilReady(ctx context.Context, d *lab.Daemon) error {
+func untilReady(ctx context.Context, d *lab.Daemon) {
 	for {
 		if _, _, err := d.Get(ctx, "/readyz"); err == nil {
-			return nil
+			return
 		}
-		if err := d.Ended(); err != nil {
-			return err
-		}
+		must.Do(d.Ended())
 		if err := wait.For(ctx, 2*time.Millisecond); err != nil {
-			return fmt.Errorf("wait for flanneld to be ready: %w: %s", err, d.Log())
+			must.Fail("wait for flanneld to be ready: %w: %s", err, d.Log())
 		}
 	}
 }
@@ -84,30 +67,20 @@ func untilReady(ctx context.Context, d *lab.Daemon) error {
 // countWrites subscribes to the kernel's announcements on host about links, addresses,
 // nexthop objects, routes to pods, and neighbour and FDB entries of the daemon's
 // device. count returns how many there were, and ends the subscription.
-func (b *bed) countWrites(ctx context.Context, host *lab.Host) (count func() (int, error), err error) {
+func (b *bed) countWrites(ctx context.Context, host *lab.Host) (count func() int) {
 	var r *rtnl
 	var device int
-	err = host.Do(ctx, func() error {
-		link, err := net.InterfaceByName(b.device())
-		if err != nil {
-			return err
-		}
-		device = link.Index
-		r, err = openRTNL(unix.RTNLGRP_LINK, unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV4_IFADDR, rtnlgrpNexthop)
-		return err
+	inside(ctx, host.Namespace, func() {
+		device = link(b.device()).Index
+		r = openRTNL(unix.RTNLGRP_LINK, unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV4_IFADDR, rtnlgrpNexthop)
 	})
-	if err != nil {
-		return nil, err
-	}
 	pods := netip.MustParsePrefix(podNetwork)
-	return func() (n int, err error) {
+	return func() (n int) {
 		defer r.close()
-		if err := unix.SetNonblock(r.fd, true); err != nil {
-			return 0, err
-		}
+		must.Do(unix.SetNonblock(r.fd, true))
 
 		for {
-			err := r.receive(func(typ uint16, _ uint32, payload []byte) error {
+			err := r.receive(func(typ uint16, _ uint32, payload []byte) {
 				switch typ {
 				case unix.RTM_NEWLINK, unix.RTM_DELLINK: // not those of a bridge, which announces changes of its ports at any time
 					if payload[0] != unix.AF_BRIDGE {
@@ -128,14 +101,11 @@ func (b *bed) countWrites(ctx context.Context, host *lab.Host) (count func() (in
 				default:
 					n++
 				}
-				return nil
 			})
 			if errors.Is(err, unix.EAGAIN) {
-				return n, nil
+				return n
 			}
-			if err != nil {
-				return n, fmt.Errorf("count kernel changes: %w", err)
-			}
+			must.Do(err)
 		}
-	}, nil
+	}
 }

@@ -9,7 +9,6 @@ import (
 	"math"
 	"slices"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/flanneld/flanneld/test/chart"
@@ -27,7 +26,6 @@ type report struct {
 	// was not quiet enough.
 	OthersCPU float64   `json:"othersCPU"`
 	Metrics   []*metric `json:"metrics"`
-	Notes     []string  `json:"-"` // about incomplete measures; a report with notes is not saved
 }
 
 // metric is a measured quantity, with one value for each round.
@@ -111,31 +109,6 @@ func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond)
 
 func mb(bytes float64) float64 { return bytes / 1e6 }
 
-var columns = []string{"measure", "N", "median", "min … max", "rounds", "unit", "target", "met"}
-
-func (m *metric) cells() []string {
-	n := ""
-	target := ""
-	met := ""
-	if m.N >= 0 {
-		n = fmt.Sprint(m.N)
-	}
-	if m.Target != nil {
-		target = "≤ " + chart.Number(*m.Target)
-		met = "yes"
-		if m.Floor {
-			target = "≥ " + chart.Number(*m.Target)
-		}
-		if !m.met() {
-			met = "NO"
-		}
-	}
-	return []string{
-		m.Name, n, chart.Number(m.median()), chart.Number(slices.Min(m.Values)) + " … " + chart.Number(slices.Max(m.Values)),
-		fmt.Sprint(len(m.Values)), m.Unit, target, met,
-	}
-}
-
 // groups returns the metrics by group. The groups are in the order of their first value,
 // and the metrics of a group in the order of N.
 func (r *report) groups() [][]*metric {
@@ -166,25 +139,6 @@ func (r *report) heading() string {
 		r.Commit, size, r.Seconds, r.Date.UTC().Format("2006-01-02 15:04 UTC"), r.Machine, r.OthersCPU)
 }
 
-// table prints the report for a terminal.
-func (r *report) table(out io.Writer) error {
-	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	fmt.Fprintf(w, "%s\n", r.heading())
-	for _, group := range r.groups() {
-		fmt.Fprintf(w, "\n%s\n", strings.ToUpper(group[0].Group))
-		fmt.Fprintln(w, strings.Join(columns, "\t"))
-		for _, m := range group {
-			fmt.Fprintln(w, strings.Join(m.cells(), "\t"))
-		}
-	}
-
-	for _, note := range r.Notes {
-		fmt.Fprintf(w, "\n%s\n", note)
-	}
-	fmt.Fprintf(w, "\n%s\n", r.verdict())
-	return w.Flush()
-}
-
 func (r *report) verdict() string {
 	targets := 0
 	missed := 0
@@ -197,22 +151,18 @@ func (r *report) verdict() string {
 		}
 	}
 
-	verdict := fmt.Sprintf("%d of %d targets met", targets-missed, targets)
-	switch n := len(r.Notes); {
-	case n == 1:
-		verdict += "; 1 measure is incomplete"
-	case n > 1:
-		verdict += fmt.Sprintf("; %d measures are incomplete", n)
-	}
-	return verdict
+	return fmt.Sprintf("%d of %d targets met", targets-missed, targets)
 }
 
-// tableSize is the number of measures beyond which a table has only those with a target.
-const tableSize = 30
+// The number of measures beyond which a table has only those with a target: on the page of the
+// documentation, and in a terminal.
+const (
+	judgedMeasures = 30
+	allMeasures    = math.MaxInt
+)
 
-// markdown writes the report as it stands on the page of the documentation: a table for each group, with
-// a column for each number of peers.
-func (r *report) markdown(out io.Writer) {
+// markdown writes a table for each group, with a column for each number of peers.
+func (r *report) markdown(out io.Writer, tableSize int) {
 	fmt.Fprintf(out, "%s.\n%s.\n", r.heading(), r.verdict())
 
 	for _, group := range r.groups() {

@@ -6,7 +6,6 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
-	"fmt"
 	"net/netip"
 	"slices"
 	"time"
@@ -14,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/test/lab"
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // kernelRoute is a route to a peer, without its destination.
@@ -45,83 +45,59 @@ func newRouteWatch(h *lab.Host, peers []peer) *routeWatch {
 }
 
 // watchRoutes begins to follow the routes of a host to peers. The caller must call close.
-func watchRoutes(ctx context.Context, h *lab.Host, peers []peer) (*routeWatch, error) {
+func watchRoutes(ctx context.Context, h *lab.Host, peers []peer) *routeWatch {
 	w := newRouteWatch(h, peers)
-	err := h.Do(ctx, func() (err error) {
-		w.r, err = openRTNL(unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_ROUTE, rtnlgrpNexthop)
-		return err
-	})
-	if err != nil {
-		return nil, err
-	}
-	tv := unix.NsecToTimeval(int64(100 * time.Millisecond))
-	if err := unix.SetsockoptTimeval(w.r.fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv); err != nil {
-		w.close()
-		return nil, err
-	}
-	have, err := w.read(ctx)
-	if err != nil {
-		w.close()
-		return nil, err
-	}
-
-	for dst, all := range have {
+	inside(ctx, h.Namespace, func() { w.r = openRTNL(unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_ROUTE, rtnlgrpNexthop) })
+	w.r.limitWait(100 * time.Millisecond)
+	for dst, all := range w.read(ctx) {
 		for _, one := range all {
 			w.put(dst, one)
 		}
 	}
-	return w, nil
+	return w
 }
 
 func (w *routeWatch) close() { w.r.close() }
 
 // until handles announcements until done returns true. It calls done after each datagram, and at
-// least every 100 ms. It returns an error if ctx ends first.
-func (w *routeWatch) until(ctx context.Context, done func() bool) error {
+// least every 100 ms. It ends the measure if ctx ends first.
+func (w *routeWatch) until(ctx context.Context, done func() bool) {
 	for !done() {
-		err := w.r.receive(func(typ uint16, _ uint32, payload []byte) error {
-			w.apply(typ, payload)
-			return nil
-		})
+		err := w.r.receive(func(typ uint16, _ uint32, payload []byte) { w.apply(typ, payload) })
 		if ctx.Err() != nil {
-			return fmt.Errorf("wait for routes to %d peers, have %v by device: %w", len(w.routes), w.best, context.Cause(ctx))
+			must.Fail("wait for routes to %d peers, have %v by device: %w: %s", len(w.routes), w.best, context.Cause(ctx), w.host.Daemon().Log())
 		}
-		if err != nil && !errors.Is(err, unix.EAGAIN) {
-			return fmt.Errorf("follow routes: %w", err)
+		if !errors.Is(err, unix.EAGAIN) {
+			must.Do(err)
 		}
 	}
-	return nil
 }
 
-// verify returns an error if the kernel's routes to peers differ from those that the announcements
+// verify ends the measure if the kernel's routes to peers differ from those that the announcements
 // describe. The routes must not change meanwhile.
-func (w *routeWatch) verify(ctx context.Context) error {
-	have, err := w.read(ctx)
-	if err != nil {
-		return err
-	}
+func (w *routeWatch) verify(ctx context.Context) {
+	have := w.read(ctx)
 	for dst, all := range w.routes {
 		if len(all) != len(have[dst]) || slices.ContainsFunc(all, func(one kernelRoute) bool { return !slices.Contains(have[dst], one) }) {
-			return fmt.Errorf("%s: the kernel has announced the routes %v to %s and has %v", w.host.Name(), all, dst, have[dst])
+			must.Fail("%s: the kernel has announced the routes %v to %s and has %v", w.host.Name(), all, dst, have[dst])
 		}
 	}
-	return nil
 }
 
 // read returns the kernel's present routes to the peers.
-func (w *routeWatch) read(ctx context.Context) (map[netip.Prefix][]kernelRoute, error) {
+func (w *routeWatch) read(ctx context.Context) map[netip.Prefix][]kernelRoute {
 	have := map[netip.Prefix][]kernelRoute{}
-	err := withRTNL(ctx, w.host, func(r *rtnl) error {
+	withRTNL(ctx, w.host, func(r *rtnl) {
 		body := rtmsg(0, 0, 0)
 		clear(body[5:])
 		r.begin(unix.RTM_GETROUTE, 0, body...)
-		return r.dump(func(payload []byte) {
+		r.dump(func(payload []byte) {
 			if dst, one, ok := w.parse(payload); ok {
 				have[dst] = append(have[dst], one)
 			}
 		})
 	})
-	return have, err
+	return have
 }
 
 // parse returns the route that a message describes. ok is false if it is not a unicast route to a

@@ -8,8 +8,11 @@ import (
 	"fmt"
 	"net/netip"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // Message types, attributes and a group of nexthop objects that x/sys does not define.
@@ -40,26 +43,24 @@ type rtnl struct {
 
 // openRTNL opens a socket in the calling thread's network namespace, and joins the multicast
 // groups.
-func openRTNL(groups ...int) (*rtnl, error) {
-	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE)
-	if err != nil {
-		return nil, fmt.Errorf("open rtnetlink socket: %w", err)
-	}
+func openRTNL(groups ...int) *rtnl {
+	fd := must.Get(unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE))
 	r := &rtnl{fd: fd, buf: make([]byte, 256<<10)}
-	err = errors.Join(
+	must.Do(errors.Join(
 		unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}),
 		unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1),
 		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 64<<20),
-	)
-
+	))
 	for _, g := range groups {
-		err = errors.Join(err, unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, g))
+		must.Do(unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, g))
 	}
-	if err != nil {
-		r.close()
-		return nil, fmt.Errorf("set up rtnetlink socket: %w", err)
-	}
-	return r, nil
+	return r
+}
+
+// limitWait makes receive return EAGAIN if nothing arrives within d.
+func (r *rtnl) limitWait(d time.Duration) {
+	tv := unix.NsecToTimeval(int64(d))
+	must.Do(unix.SetsockoptTimeval(r.fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv))
 }
 
 func (r *rtnl) close() { _ = unix.Close(r.fd) }
@@ -90,75 +91,54 @@ func (r *rtnl) attr32(typ uint16, v uint32) {
 
 func (r *rtnl) end() { binary.NativeEndian.PutUint32(r.out[r.msg:], uint32(len(r.out)-r.msg)) }
 
-func (r *rtnl) send() error {
-	err := unix.Sendto(r.fd, r.out, 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK})
+// send sends the messages that have been built, the last one with further flags.
+func (r *rtnl) send(flags uint16) {
+	last := r.out[r.msg+6:]
+	binary.NativeEndian.PutUint16(last, binary.NativeEndian.Uint16(last)|flags)
+	must.Do(unix.Sendto(r.fd, r.out, 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}))
 	r.out = r.out[:0]
-	return err
 }
 
 // flush sends the messages that have been built, and waits until the kernel has handled them. Only
-// the last message requests an acknowledgement. flush returns the first error that the kernel
-// reports.
-func (r *rtnl) flush() error {
-	if len(r.out) == 0 {
-		return nil
+// the last message requests an acknowledgement. The first error that the kernel reports ends the measure.
+func (r *rtnl) flush() {
+	if len(r.out) > 0 {
+		r.send(unix.NLM_F_ACK)
+		r.answers(func(uint16, []byte) {})
 	}
-
-	flags := r.out[r.msg+6:]
-	binary.NativeEndian.PutUint16(flags, binary.NativeEndian.Uint16(flags)|unix.NLM_F_ACK)
-	if err := r.send(); err != nil {
-		return err
-	}
-
-	for done := false; !done; {
-		err := r.receive(func(typ uint16, seq uint32, payload []byte) error {
-			done = done || seq == r.seq
-			if typ == unix.NLMSG_ERROR {
-				return errnoOf(payload)
-			}
-			return nil
-		})
-		if err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // dump completes and sends the message that is being built as a dump request. It calls the function
 // each for every message of the answer.
-func (r *rtnl) dump(each func(payload []byte)) error {
-	flags := r.out[r.msg+6:]
-	binary.NativeEndian.PutUint16(flags, binary.NativeEndian.Uint16(flags)|unix.NLM_F_DUMP)
+func (r *rtnl) dump(each func(payload []byte)) {
 	r.end()
-	if err := r.send(); err != nil {
-		return err
-	}
+	r.send(unix.NLM_F_DUMP)
+	r.answers(func(_ uint16, payload []byte) { each(payload) })
+}
 
+// answers receives the answers to the messages that were sent, until the last one is answered: by an
+// acknowledgement, or by all parts of a dump. It calls the function each for every part.
+func (r *rtnl) answers(each func(typ uint16, payload []byte)) {
 	for done := false; !done; {
-		err := r.receive(func(typ uint16, seq uint32, payload []byte) error {
+		must.Do(r.receive(func(typ uint16, seq uint32, payload []byte) {
 			switch {
+			case typ == unix.NLMSG_ERROR:
+				if code := int32(binary.NativeEndian.Uint32(payload)); code != 0 {
+					must.Do(syscall.Errno(-code))
+				}
+				done = done || seq == r.seq
 			case seq != r.seq:
 			case typ == unix.NLMSG_DONE:
 				done = true
-			case typ == unix.NLMSG_ERROR:
-				done = true
-				return errnoOf(payload)
 			default:
-				each(payload)
+				each(typ, payload)
 			}
-			return nil
-		})
-		if err != nil {
-			return err
-		}
+		}))
 	}
-	return nil
 }
 
-// receive reads one datagram and calls the function each for every message in it, until one call
-// returns an error, which receive returns.
-func (r *rtnl) receive(each func(typ uint16, seq uint32, payload []byte) error) error {
+// receive reads one datagram and calls the function each for every message in it.
+func (r *rtnl) receive(each func(typ uint16, seq uint32, payload []byte)) error {
 	n, _, err := unix.Recvfrom(r.fd, r.buf, 0)
 	for errors.Is(err, unix.EINTR) {
 		n, _, err = unix.Recvfrom(r.fd, r.buf, 0)
@@ -174,17 +154,8 @@ func (r *rtnl) receive(each func(typ uint16, seq uint32, payload []byte) error) 
 		}
 		typ := binary.NativeEndian.Uint16(b[4:])
 		seq := binary.NativeEndian.Uint32(b[8:])
-		if err := each(typ, seq, b[unix.NLMSG_HDRLEN:size]); err != nil {
-			return err
-		}
+		each(typ, seq, b[unix.NLMSG_HDRLEN:size])
 		b = b[min((size+3)&^3, len(b)):]
-	}
-	return nil
-}
-
-func errnoOf(payload []byte) error {
-	if code := int32(binary.NativeEndian.Uint32(payload)); code != 0 {
-		return syscall.Errno(-code)
 	}
 	return nil
 }
@@ -295,12 +266,12 @@ func (r *rtnl) delRoute(dst netip.Prefix) {
 
 // dumpNeighs reads the permanent neighbours of a device or, if family is AF_BRIDGE, its permanent
 // FDB entries. It calls the function each for every one of them.
-func (r *rtnl) dumpNeighs(family uint8, ifindex int, each func(dst netip.Addr, mac [6]byte)) error {
+func (r *rtnl) dumpNeighs(family uint8, ifindex int, each func(dst netip.Addr, mac [6]byte)) {
 	body := ndmsg(family, 0, 0)
 	clear(body[4:])
 	r.begin(unix.RTM_GETNEIGH, 0, body...)
 	r.attr32(unix.NDA_IFINDEX, uint32(ifindex))
-	return r.dump(func(payload []byte) {
+	r.dump(func(payload []byte) {
 		if len(payload) < unix.SizeofNdMsg || payload[0] != family ||
 			binary.NativeEndian.Uint16(payload[8:])&unix.NUD_PERMANENT == 0 {
 			return
@@ -322,12 +293,12 @@ func (r *rtnl) dumpNeighs(family uint8, ifindex int, each func(dst netip.Addr, m
 
 // dumpRoutes reads the IPv4 routes of the main table whose output device has the index ifindex, and
 // calls the function each for every one of them.
-func (r *rtnl) dumpRoutes(ifindex int, each func(dst netip.Prefix, gateway netip.Addr)) error {
+func (r *rtnl) dumpRoutes(ifindex int, each func(dst netip.Prefix, gateway netip.Addr)) {
 	body := rtmsg(0, 0, 0)
 	clear(body[5:])
 	r.begin(unix.RTM_GETROUTE, 0, body...)
 	r.attr32(unix.RTA_OIF, uint32(ifindex))
-	return r.dump(func(payload []byte) {
+	r.dump(func(payload []byte) {
 		if len(payload) < unix.SizeofRtMsg || payload[4] != unix.RT_TABLE_MAIN {
 			return
 		}
@@ -347,9 +318,9 @@ func (r *rtnl) dumpRoutes(ifindex int, each func(dst netip.Prefix, gateway netip
 	})
 }
 
-func (r *rtnl) dumpNexthops(each func(id uint32)) error {
+func (r *rtnl) dumpNexthops(each func(id uint32)) {
 	r.begin(rtmGetNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
-	return r.dump(func(payload []byte) {
+	r.dump(func(payload []byte) {
 		attrs(payload[min(8, len(payload)):], func(typ uint16, data []byte) {
 			if typ == nhaID {
 				each(binary.NativeEndian.Uint32(data))
@@ -361,7 +332,7 @@ func (r *rtnl) dumpNexthops(each func(id uint32)) error {
 // hasRoute reports whether the kernel has a route to exactly the prefix dst. It looks up the
 // address of dst. So it does not find the route if there is one with a longer prefix for that
 // address.
-func (r *rtnl) hasRoute(dst netip.Prefix) (bool, error) {
+func (r *rtnl) hasRoute(dst netip.Prefix) bool {
 	const lookupFIBMatch = 0x2000 // RTM_F_FIB_MATCH
 	body := rtmsg(dst.Addr().BitLen(), 0, lookupFIBMatch)
 	body[4] = 0
@@ -374,13 +345,10 @@ func (r *rtnl) hasRoute(dst netip.Prefix) (bool, error) {
 	r.begin(unix.RTM_GETROUTE, 0, body...)
 	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
 	r.end()
-	if err := r.send(); err != nil {
-		return false, err
-	}
+	r.send(0)
 	found := false
-	err := r.receive(func(typ uint16, _ uint32, payload []byte) error {
+	must.Do(r.receive(func(typ uint16, _ uint32, payload []byte) {
 		found = typ == unix.RTM_NEWROUTE && len(payload) >= unix.SizeofRtMsg && int(payload[1]) == dst.Bits()
-		return nil
-	})
-	return found, err
+	}))
+	return found
 }

@@ -6,12 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"os"
 	"strings"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // udpPair returns the arguments of runUDP for two hosts that are peers.
@@ -27,35 +27,19 @@ func (b *bed) udpPair() (configs []string) {
 // program of flannel's udp backend: it polls, and then reads and writes until there is
 // no packet left. Like that program it uses the kernel's default buffer sizes. config
 // contains this host's address and that of the peer.
-func runUDP(config string) error {
+func runUDP(config string) {
 	own, peer, _ := strings.Cut(config, " ")
-	local, err := netip.ParseAddr(own)
-	if err != nil {
-		return err
-	}
-	remote, err := netip.ParseAddr(peer)
-	if err != nil {
-		return err
-	}
-	socket, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
-	if err != nil {
-		return os.NewSyscallError("socket", err)
-	}
-	if err := unix.Bind(socket, &unix.SockaddrInet4{Port: plainPort, Addr: local.As4()}); err != nil {
-		return os.NewSyscallError("bind", err)
-	}
-	if err := unix.Connect(socket, &unix.SockaddrInet4{Port: plainPort, Addr: remote.As4()}); err != nil {
-		return os.NewSyscallError("connect", err)
-	}
-	device, err := openPlainDevice()
-	if err != nil {
-		return err
-	}
+	local := must.Get(netip.ParseAddr(own))
+	remote := must.Get(netip.ParseAddr(peer))
+	socket := must.Get(unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0))
+	must.Do(unix.Bind(socket, &unix.SockaddrInet4{Port: plainPort, Addr: local.As4()}))
+	must.Do(unix.Connect(socket, &unix.SockaddrInet4{Port: plainPort, Addr: remote.As4()}))
+	device := openPlainDevice()
 	ready := []unix.PollFd{{Fd: int32(device), Events: unix.POLLIN}, {Fd: int32(socket), Events: unix.POLLIN}}
 	buf := make([]byte, 2048)
 	for {
-		if _, err := unix.Poll(ready, -1); err != nil && !errors.Is(err, unix.EINTR) {
-			return os.NewSyscallError("poll", err)
+		if _, err := unix.Poll(ready, -1); !errors.Is(err, unix.EINTR) {
+			must.Do(err)
 		}
 		for more := true; more; {
 			more = move(buf, device, socket)
@@ -75,14 +59,10 @@ func move(buf []byte, from, to int) bool {
 	return true
 }
 
-func openPlainDevice() (fd int, err error) {
-	if fd, err = unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0); err != nil {
-		return 0, err
-	}
-	request, err := unix.NewIfreq(plainDevice)
-	if err != nil {
-		return 0, err
-	}
+func openPlainDevice() (fd int) {
+	fd = must.Get(unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0))
+	request := must.Get(unix.NewIfreq(plainDevice))
 	request.SetUint16(unix.IFF_TUN | unix.IFF_NO_PI)
-	return fd, unix.IoctlIfreq(fd, unix.TUNSETIFF, request)
+	must.Do(unix.IoctlIfreq(fd, unix.TUNSETIFF, request))
+	return fd
 }

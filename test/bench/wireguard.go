@@ -5,9 +5,9 @@ package main
 import (
 	"context"
 	"encoding/hex"
-	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 
 	"golang.zx2c4.com/wireguard/conn"
@@ -16,135 +16,80 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
+	"github.com/flanneld/flanneld/test/must"
 )
 
 const wireguardGroup = "wireguard"
 
-// wireguardConfig returns a backend configuration with which the daemon carries the
-// packets, even if the kernel has WireGuard.
-func wireguardConfig() map[string]any {
-	return map[string]any{"Type": "wireguard", "Implementation": "userspace"}
-}
-
 // measureWireGuard compares the wireguard backend's userspace mode with a program that
 // consists only of wireguard-go, on equal hosts. In each round it measures both, in
 // alternating order.
-func (r *runner) measureWireGuard(ctx context.Context) error {
+func (r *runner) measureWireGuard(ctx context.Context) {
 	const tcp = "TCP, 1 stream, hosts"
 	for round := range r.rounds {
 		order := []string{"flanneld", "wireguard-go"}
 		if round%2 == 1 {
-			order[0], order[1] = order[1], order[0]
+			slices.Reverse(order)
 		}
 
 		got := map[string]carried{}
 		for _, who := range order {
-			var err error
-			if got[who], err = r.wireguardCPU(ctx, who); err != nil {
-				return fmt.Errorf("%s: %w", who, err)
-			}
+			got[who] = r.wireguardCPU(ctx, who)
 			r.report.add(wireguardGroup, tcp+", "+who, -1, "Gbit/s", got[who].gbps)
 			r.report.add(wireguardGroup, tcp+", CPU of both processes, "+who, -1, "s/GB", got[who].cpuPerGbit*8)
 		}
 
 		r.report.add(wireguardGroup, tcp+", CPU, flanneld / wireguard-go", -1, "",
 			got["flanneld"].cpuPerGbit/got["wireguard-go"].cpuPerGbit, 1.1)
-		if err := r.wireguardRestart(ctx); err != nil {
-			return fmt.Errorf("restart: %w", err)
-		}
+		r.wireguardRestart(ctx)
 	}
-	return nil
 }
 
 // wireguardCPU sends TCP traffic from host 1 to host 2 through the tunnel of who,
 // "flanneld" or "wireguard-go", and measures it.
-func (r *runner) wireguardCPU(ctx context.Context, who string) (carried, error) {
-	b, err := newBed(ctx, r.flanneld)
-	if err != nil {
-		return carried{}, err
-	}
+func (r *runner) wireguardCPU(ctx context.Context, who string) carried {
+	b := newBed(ctx, r.flanneld)
 	defer b.close()
 	to := plainAddr(2)
 	if who == "flanneld" {
-		to, err = r.startWireGuard(ctx, b)
+		to = b.startWireGuard(ctx)
 	} else {
-		var configs []string
-		if configs, err = b.wireguardPair(); err == nil {
-			var stop func()
-			stop, err = b.startPlain(ctx, plainWireGuard, configs)
-			defer stop()
-		}
-	}
-	if err != nil {
-		return carried{}, err
+		b.startPlain(ctx, plainWireGuard, b.wireguardPair())
 	}
 	hosts := b.lab.Hosts()
 	return r.iperf(ctx, b, hosts[0].Namespace, hosts[1].Namespace, to)
 }
 
 // startWireGuard starts a daemon and a pod on each host, and waits until the pods reach
-// each other. It returns an address of host 2 whose route leads through the tunnel.
-func (r *runner) startWireGuard(ctx context.Context, b *bed) (netip.Addr, error) {
-	if err := b.putConfig(ctx, wireguardConfig(), nil); err != nil {
-		return netip.Addr{}, err
-	}
-	ready, cancel := context.WithTimeout(ctx, time.Minute)
-	defer cancel()
-	if err := b.lab.StartFlanneld(ready, lab.FlanneldOptions{}); err != nil {
-		return netip.Addr{}, err
-	}
-	if err := b.lab.AddPods(ready); err != nil {
-		return netip.Addr{}, err
-	}
-	return b.lab.Pods()[1].Addrs()[0].Prev(), b.meet(ctx)
+// each other. The daemon carries the packets even if the kernel has WireGuard. It returns an
+// address of host 2 whose route leads through the tunnel.
+func (b *bed) startWireGuard(ctx context.Context) netip.Addr {
+	b.putConfig(ctx, map[string]any{"Type": "wireguard", "Implementation": "userspace"}, nil)
+	b.connect(ctx)
+	return b.lab.Pods()[1].Addrs()[0].Prev()
 }
 
-// wireguardRestart restarts the daemon of host 1 during traffic between pods, and records
-// the longest time without an answer.
-func (r *runner) wireguardRestart(ctx context.Context) error {
-	b, err := newBed(ctx, r.flanneld)
-	if err != nil {
-		return err
-	}
+// wireguardRestart measures the longest time in which no packet of a flow between two
+// pods is answered while the daemon of one host restarts.
+func (r *runner) wireguardRestart(ctx context.Context) {
+	b := newBed(ctx, r.flanneld)
 	defer b.close()
-	if _, err := r.startWireGuard(ctx, b); err != nil {
-		return err
-	}
+	b.startWireGuard(ctx)
 	pods := b.lab.Pods()
-	host := b.lab.Host(1)
 	const rate = 200 // packets per second
-	flow, err := pods[0].StartFlow(ctx, pods[1], prefix.IPv4, rate)
-	if err != nil {
-		return err
-	}
-	if err := wait.For(ctx, time.Second); err != nil {
-		return err
-	}
-	if _, err := host.Daemon().Stop(ctx); err != nil {
-		return err
-	}
-	if err := b.lab.StartFlanneld(ctx, lab.FlanneldOptions{}); err != nil {
-		return err
-	}
-	if err := wait.For(ctx, time.Second); err != nil {
-		return err
-	}
+	flow := must.Get(pods[0].StartFlow(ctx, pods[1], prefix.IPv4, rate))
+	pause(ctx, time.Second)
+	must.Get(b.lab.Host(1).Daemon().Stop(ctx))
+	must.Do(must.Get(b.lab.Host(1).StartFlanneld(ctx, lab.FlanneldOptions{})).Ready(ctx))
+	pause(ctx, time.Second)
 	r.report.add(wireguardGroup, "longest time without an answer at a restart", -1, "ms", ms(flow.Stop().Gap), 1000)
-	return nil
 }
 
 // wireguardPair returns the configurations of runWireGuard for two hosts that are peers,
 // with new keys.
-func (b *bed) wireguardPair() (configs []string, err error) {
-	var keys [2]wgtypes.Key
-	for i := range keys {
-		if keys[i], err = wgtypes.GeneratePrivateKey(); err != nil {
-			return nil, err
-		}
-	}
-
+func (b *bed) wireguardPair() (configs []string) {
+	keys := [2]wgtypes.Key{must.Get(wgtypes.GeneratePrivateKey()), must.Get(wgtypes.GeneratePrivateKey())}
 	for i := range keys {
 		other := 1 - i
 		public := keys[other].PublicKey()
@@ -152,23 +97,15 @@ func (b *bed) wireguardPair() (configs []string, err error) {
 			hex.EncodeToString(keys[i][:]), plainPort, hex.EncodeToString(public[:]),
 			netip.AddrPortFrom(b.lab.Hosts()[other].Addr(prefix.IPv4), plainPort), plainAddr(other+1)))
 	}
-	return configs, nil
+	return configs
 }
 
 // runWireGuard runs wireguard-go with its own TUN device and sockets, and nothing else,
 // until the device is gone.
-func runWireGuard(config string) error {
-	t, err := tun.CreateTUN(plainDevice, plainMTU)
-	if err != nil {
-		return err
-	}
-	d := device.NewDevice(t, conn.NewDefaultBind(), device.NewLogger(device.LogLevelSilent, ""))
-	if err := d.IpcSet(config); err != nil {
-		return err
-	}
-	if err := d.Up(); err != nil {
-		return err
-	}
+func runWireGuard(config string) {
+	d := device.NewDevice(must.Get(tun.CreateTUN(plainDevice, plainMTU)), conn.NewDefaultBind(), device.NewLogger(device.LogLevelSilent, ""))
+	must.Do(d.IpcSet(config))
+	must.Do(d.Up())
 	<-d.Wait()
-	return errors.New("the device has gone")
+	must.Fail("the device has gone")
 }

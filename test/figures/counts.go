@@ -13,6 +13,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // Counts contains the number of requests of each kind.
@@ -61,23 +63,17 @@ func (c Counts) String() string {
 // EtcdMessages returns how many messages the etcd at endpoint has received since its start, by
 // method. A call without a stream is one message. On a stream, each request is one, such as
 // that for a new watch.
-func EtcdMessages(ctx context.Context, client *http.Client, endpoint string) (Counts, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, endpoint+"/metrics", http.NoBody)
-	if err != nil {
-		return nil, err
-	}
-	resp, err := client.Do(req)
-	if err != nil {
-		return nil, fmt.Errorf("ask etcd for its metrics: %w", err)
-	}
+func EtcdMessages(ctx context.Context, client *http.Client, endpoint string) Counts {
+	req := must.Get(http.NewRequestWithContext(ctx, http.MethodGet, endpoint+"/metrics", http.NoBody))
+	resp := must.Get(client.Do(req))
 	defer resp.Body.Close()
 	return ReadCounts(resp.Body, "grpc_server_msg_received_total", "grpc_method")
 }
 
 // ReadCounts reads one counter from a page of Prometheus metrics. The values of the given
 // labels, with a space between them, are the kind; time series of the same kind are added up.
-// ReadCounts returns an error if the page does not have the counter.
-func ReadCounts(page io.Reader, name string, labels ...string) (Counts, error) {
+// The page must have the counter.
+func ReadCounts(page io.Reader, name string, labels ...string) Counts {
 	found := Counts{}
 	lines := bufio.NewScanner(page)
 	lines.Buffer(nil, 1<<20)
@@ -89,10 +85,6 @@ func ReadCounts(page io.Reader, name string, labels ...string) (Counts, error) {
 		}
 
 		pairs, value, _ := strings.Cut(rest, "} ")
-		n, err := strconv.ParseFloat(value, 64)
-		if err != nil {
-			return nil, fmt.Errorf("read %s: %w", name, err)
-		}
 		kinds := make([]string, len(labels))
 		for pair := range strings.SplitSeq(pairs, ",") {
 			label, value, _ := strings.Cut(pair, "=")
@@ -100,13 +92,11 @@ func ReadCounts(page io.Reader, name string, labels ...string) (Counts, error) {
 				kinds[i] = strings.Trim(value, `"`)
 			}
 		}
-		found[strings.TrimSpace(strings.Join(kinds, " "))] += n
+		found[strings.TrimSpace(strings.Join(kinds, " "))] += must.Get(strconv.ParseFloat(value, 64))
 	}
-	if err := lines.Err(); err != nil {
-		return nil, fmt.Errorf("read %s: %w", name, err)
-	}
+	must.Do(lines.Err())
 	if len(found) == 0 {
-		return nil, fmt.Errorf("the metrics have no %s", name)
+		must.Fail("the metrics have no %s", name)
 	}
-	return found, nil
+	return found
 }

@@ -19,6 +19,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/flanneld/flanneld/test/chart"
+	"github.com/flanneld/flanneld/test/must"
 )
 
 func TestCounts(t *testing.T) {
@@ -42,51 +43,47 @@ func TestReadCounts(t *testing.T) {
 		"Put 5000, Get 3":                 {"method"},
 		"Put OK 5000, Get OK 2, Get No 1": {"method", "code"},
 	} {
-		if got, err := ReadCounts(strings.NewReader(page), "a_total", labels...); err != nil || got.String() != want {
-			t.Errorf("by %v: %v, %v, want %s", labels, got, err, want)
+		if got := ReadCounts(strings.NewReader(page), "a_total", labels...); got.String() != want {
+			t.Errorf("by %v: %v, want %s", labels, got, want)
 		}
 	}
 	for what, page := range map[string]string{"no number": `a_total{method="Get"} x`, "another counter": `b_total{method="Get"} 1`} {
-		if got, err := ReadCounts(strings.NewReader(page), "a_total", "method"); err == nil {
-			t.Errorf("a page with %s gives %v and no error", what, got)
+		if err := must.Catch(func() { ReadCounts(strings.NewReader(page), "a_total", "method") }); err == nil {
+			t.Errorf("a page with %s gives no error", what)
 		}
 	}
 }
 
 func TestProcess(t *testing.T) {
-	before, err := ProcessCPU(os.Getpid())
-	if err != nil {
-		t.Fatal(err)
-	}
+	before := ProcessCPU(os.Getpid())
 	for start := time.Now(); time.Since(start) < 10*time.Millisecond; {
 		continue
 	}
-	after, err := ProcessCPU(os.Getpid())
-	if err != nil || after <= before {
-		t.Errorf("the CPU time went from %s to %s, %v", before, after, err)
+	if after := ProcessCPU(os.Getpid()); after <= before {
+		t.Errorf("the CPU time went from %s to %s", before, after)
 	}
 	held := make([]byte, 64<<20)
 	for i := 0; i < len(held); i += 4096 {
 		held[i] = 1
 	}
-	m, err := ProcessMemory(os.Getpid())
-	if err != nil || m.Anonymous < 64<<20 || m.Peak < m.Anonymous || m.File <= 0 {
-		t.Errorf("memory with 64 MB in use: %+v, %v", m, err)
+	m := ProcessMemory(os.Getpid())
+	if m.Anonymous < 64<<20 || m.Peak < m.Anonymous || m.File <= 0 {
+		t.Errorf("memory with 64 MB in use: %+v", m)
 	}
 	runtime.KeepAlive(held)
-	if err := ResetPeak(os.Getpid()); err != nil {
-		t.Error(err)
-	}
+	ResetPeak(os.Getpid())
 	const none = 1<<22 + 1 // larger than any process id
-	if _, err := ProcessMemory(none); err == nil {
-		t.Error("a process that does not exist has memory")
+	for what, read := range map[string]func(){"memory": func() { ProcessMemory(none) }, "CPU time": func() { ProcessCPU(none) }} {
+		if err := must.Catch(read); err == nil {
+			t.Errorf("a process that does not exist has %s", what)
+		}
 	}
 }
 
 func TestThisMachine(t *testing.T) {
-	m, err := ThisMachine()
-	if err != nil || m.Kernel == "" || m.CPU == "" || m.CPUs < 1 || m.SystemCall <= 0 || m.PageFault <= 0 {
-		t.Errorf("got %+v, %v", m, err)
+	m := ThisMachine()
+	if m.Kernel == "" || m.CPU == "" || m.CPUs < 1 || m.SystemCall <= 0 || m.PageFault <= 0 {
+		t.Errorf("got %+v", m)
 	}
 	if got, want := (Machine{Kernel: "6.1", CPU: "any", CPUs: 2}).String(), "Linux 6.1, 2 CPUs (any)"; got != want {
 		t.Errorf("String returns %q, want %q", got, want)
@@ -106,27 +103,29 @@ func TestEtcdMessages(t *testing.T) {
 		}
 	}))
 	defer etcd.Close()
-	if got, err := EtcdMessages(t.Context(), etcd.Client(), etcd.URL); err != nil || got.String() != "Range 3" {
-		t.Errorf("%v, %v, want Range 3", got, err)
+	if got := EtcdMessages(t.Context(), etcd.Client(), etcd.URL); got.String() != "Range 3" {
+		t.Errorf("%v, want Range 3", got)
 	}
-	if got, err := EtcdMessages(t.Context(), etcd.Client(), etcd.URL+"/elsewhere"); err == nil {
-		t.Errorf("%v from a server without metrics", got)
+	if err := must.Catch(func() { EtcdMessages(t.Context(), etcd.Client(), etcd.URL+"/elsewhere") }); err == nil {
+		t.Error("a server without metrics gives no error")
 	}
 }
 
-// TestEach checks that Each calls f once for each number, and returns the error of a
-// call.
+// TestEach checks that Each calls f once for each number, and ends the measurement if a call fails.
 func TestEach(t *testing.T) {
 	var sum atomic.Int64
-	if err := Each(3, 100, func(i int) error { sum.Add(int64(i)); return nil }); err != nil || sum.Load() != 99*100/2-3 {
-		t.Errorf("the sum of all numbers is %d, %v", sum.Load(), err)
+	Each(3, 100, func(i int) { sum.Add(int64(i)) })
+	if sum.Load() != 99*100/2-3 {
+		t.Errorf("the sum of all numbers is %d", sum.Load())
 	}
-	if err := Each(0, 100, func(i int) error {
-		if i == 42 {
-			return io.EOF
-		}
-		return nil
-	}); !errors.Is(err, io.EOF) {
+	err := must.Catch(func() {
+		Each(0, 100, func(i int) {
+			if i == 42 {
+				must.Do(io.EOF)
+			}
+		})
+	})
+	if !errors.Is(err, io.EOF) {
 		t.Errorf("the error is %v, want that of a call", err)
 	}
 }
@@ -134,9 +133,7 @@ func TestEach(t *testing.T) {
 func TestSave(t *testing.T) {
 	folder := filepath.Join(t.TempDir(), "new")
 	charts := map[string]chart.Chart{"one": {Title: "One", Bars: []chart.Bar{{Label: "bar", Median: 1}}}}
-	if err := Save(folder, map[string]int{"n": 3}, charts); err != nil {
-		t.Fatal(err)
-	}
+	Save(folder, map[string]int{"n": 3}, charts)
 	text, err := os.ReadFile(filepath.Join(folder, "results.json"))
 	var report map[string]int
 	if err != nil || json.Unmarshal(text, &report) != nil || report["n"] != 3 {
@@ -157,7 +154,9 @@ func TestInsert(t *testing.T) {
 		if err := os.WriteFile(page, []byte(before), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		err = Insert(page, "make bench", func(w io.Writer) { _, _ = io.WriteString(w, "new\n") })
+		err = must.Catch(func() {
+			Insert(page, "make bench", func(w io.Writer) { _, _ = io.WriteString(w, "new\n") })
+		})
 		text, readErr := os.ReadFile(page)
 		if readErr != nil {
 			t.Fatal(readErr)

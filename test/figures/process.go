@@ -10,17 +10,19 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // ProcessCPU returns the CPU time that all threads of a running process have used
 // since its start.
-func ProcessCPU(pid int) (time.Duration, error) {
+func ProcessCPU(pid int) time.Duration {
 	const schedClock = 2 // CPUCLOCK_SCHED of the kernel, from which clock_getcpuclockid(3) makes the id of the clock too
 	var ts unix.Timespec
 	if err := unix.ClockGettime(int32(^pid<<3|schedClock), &ts); err != nil {
-		return 0, fmt.Errorf("CPU time of process %d: %w", pid, err)
+		must.Fail("CPU time of process %d: %w", pid, err)
 	}
-	return time.Duration(ts.Nano()), nil
+	return time.Duration(ts.Nano())
 }
 
 // Memory is the memory in RAM that a process uses, in bytes.
@@ -30,33 +32,23 @@ type Memory struct {
 }
 
 // ProcessMemory returns the memory that a running process uses.
-func ProcessMemory(pid int) (m Memory, err error) {
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
-	if err != nil {
-		return m, err
-	}
+func ProcessMemory(pid int) (m Memory) {
 	fields := map[string]*float64{"VmHWM": &m.Peak, "RssAnon": &m.Anonymous, "RssFile": &m.File}
-	for line := range strings.Lines(string(text)) {
+	for line := range strings.Lines(string(must.Get(os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))))) {
 		key, rest, _ := strings.Cut(line, ":")
-		field := fields[key]
-		if field == nil {
-			continue
+		if field := fields[key]; field != nil {
+			*field = 1024 * must.Get(strconv.ParseFloat(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 64))
+			delete(fields, key)
 		}
-		kB, err := strconv.ParseFloat(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 64)
-		if err != nil {
-			return m, fmt.Errorf("/proc/%d/status: %s: %w", pid, key, err)
-		}
-		*field = kB * 1024
-		delete(fields, key)
 	}
 	if len(fields) > 0 {
-		return m, fmt.Errorf("/proc/%d/status lacks %d of the memory sizes", pid, len(fields))
+		must.Fail("/proc/%d/status lacks %d of the memory sizes", pid, len(fields))
 	}
-	return m, nil
+	return m
 }
 
 // ResetPeak sets the peak of a process to the memory that it uses now.
-func ResetPeak(pid int) error {
+func ResetPeak(pid int) {
 	const resetPeak = "5"
-	return os.WriteFile(fmt.Sprintf("/proc/%d/clear_refs", pid), []byte(resetPeak), 0)
+	must.Do(os.WriteFile(fmt.Sprintf("/proc/%d/clear_refs", pid), []byte(resetPeak), 0))
 }

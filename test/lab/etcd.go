@@ -232,6 +232,9 @@ func (e *Etcd) process() *process {
 	return e.proc
 }
 
+// PID returns the id of the store's process, as the machine numbers it.
+func (e *Etcd) PID() int { return e.process().PID() }
+
 // Kill ends the store with SIGKILL and waits for its end. Its data stays.
 func (e *Etcd) Kill() {
 	if p := e.process(); p != nil {

@@ -3,125 +3,61 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"io"
 	"net/http"
-	"os"
-	"path/filepath"
 	"strings"
 	"time"
 
+	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // apiServer is a kube-apiserver with its default limits. The CPU time and memory of its etcd do not
 // count, because that is another process.
-type apiServer struct {
-	api    *lab.APIServer
-	dir    string
-	client *http.Client
-}
+type apiServer struct{ *figures.Kube }
 
-// Tokens of the administrator, of flannel's service account, and of the service account of the
-// bystander. The administrator's requests do not wait in the queues of API Priority and Fairness.
+// Tokens of flannel's service account, and of that of the bystander.
 const (
-	adminToken     = "admin"
 	flannelToken   = "flannel"
 	bystanderToken = "bystander"
 )
 
-func startAPIServer(ctx context.Context, l *lab.Lab, program string) (s *apiServer, err error) {
-	s = &apiServer{}
-	if program, err = filepath.Abs(program); err != nil {
-		return nil, err
-	}
-	if s.dir, err = os.MkdirTemp("", "storm-"); err != nil {
-		return nil, err
-	}
+// startAPIServer starts an API server in which all service accounts have all rights.
+func startAPIServer(ctx context.Context, l *lab.Lab, program string) *apiServer {
 	account := func(token, namespace, name string) string {
 		return fmt.Sprintf(`%s,system:serviceaccount:%s:%s,%s,"system:serviceaccounts,system:serviceaccounts:%s,system:authenticated"`,
 			token, namespace, name, name, namespace)
 	}
-
-	s.api, err = l.StartAPIServer(ctx, lab.APIServerOptions{Path: program, Tokens: []string{
-		adminToken + ",admin,admin,system:masters",
-		account(flannelToken, "kube-flannel", "flannel"),
-		account(bystanderToken, "default", "bystander"),
-	}})
-	if err != nil {
-		_ = os.RemoveAll(s.dir)
-		return nil, err
-	}
-	s.client = &http.Client{Transport: s.api.Transport(l.Underlay())}
-	if err := s.prepare(ctx); err != nil {
-		s.close()
-		return nil, err
-	}
-	return s, nil
-}
-
-// prepare writes the files that hosts read, and gives all service accounts all rights.
-func (s *apiServer) prepare(ctx context.Context) error {
-	kubeconfig, err := s.api.Kubeconfig(flannelToken)
-	if err != nil {
-		return err
-	}
-	if err := errors.Join(
-		os.WriteFile(filepath.Join(s.dir, "kubeconfig"), kubeconfig, 0o600),
-		os.WriteFile(filepath.Join(s.dir, "net-conf.json"), []byte(networkConfig), 0o600),
-	); err != nil {
-		return err
-	}
-	return s.do(ctx, adminToken, http.MethodPost, "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", map[string]any{
+	s := &apiServer{figures.StartKube(ctx, l, l.Underlay(), flannelToken, networkConfig, lab.APIServerOptions{Path: program, Tokens: []string{
+		account(flannelToken, "kube-flannel", "flannel"), account(bystanderToken, "default", "bystander"),
+	}})}
+	s.send(ctx, figures.AdminToken, http.MethodPost, "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", map[string]any{
 		"metadata": map[string]any{"name": "storm"},
 		"roleRef":  map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"},
 		"subjects": []any{map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": "system:serviceaccounts"}},
 	})
+	return s
 }
 
-// do sends a request with the given token. The body is JSON, and a merge patch if the method is
-// PATCH. A status of 300 or more is an error.
-func (s *apiServer) do(ctx context.Context, token, method, path string, body any) error {
-	text, err := json.Marshal(body)
-	if err != nil {
-		return err
-	}
-	req, err := http.NewRequestWithContext(ctx, method, "https://"+s.api.Addr(nil).String()+path, bytes.NewReader(text))
-	if err != nil {
-		return err
-	}
-	req.Header.Set("Authorization", "Bearer "+token)
-	req.Header.Set("Content-Type", "application/json")
+// send sends a request with the given token. The body is JSON, and a merge patch if the method is
+// PATCH.
+func (s *apiServer) send(ctx context.Context, token, method, path string, body any) {
+	kind := figures.JSON
 	if method == http.MethodPatch {
-		req.Header.Set("Content-Type", "application/merge-patch+json")
+		kind = figures.MergePatch
 	}
-
-	resp, err := s.client.Do(req)
-	if err != nil {
-		return err
-	}
-	defer resp.Body.Close()
-	answer, err := io.ReadAll(resp.Body)
-	if resp.StatusCode >= 300 {
-		return fmt.Errorf("%s %s: %s: %.300s", method, path, resp.Status, answer)
-	}
-	return err
+	s.Do(ctx, token, method, path, kind, must.Get(json.Marshal(body)))
 }
 
-const nodesPath = "/api/v1/nodes"
-
-// addNodes creates the Nodes of some hosts. The parameter from is the number of the first host, and
-// the parameter to is the number after that of the last one. The Nodes have podCIDRs, but no
-// annotations of flannel yet.
-func (s *apiServer) addNodes(ctx context.Context, from, to int) error {
-	return figures.Each(from, to, func(i int) error {
+// join creates the Nodes of hosts. They have podCIDRs, but no annotations of flannel yet.
+func (s *apiServer) join(ctx context.Context, from, to int) {
+	figures.Each(from, to, func(i int) {
 		cidr := addr("10.128.0.0", (i+1)<<8).String() + "/24"
-		return s.do(ctx, adminToken, http.MethodPost, nodesPath, map[string]any{
+		s.send(ctx, figures.AdminToken, http.MethodPost, figures.NodesPath, map[string]any{
 			"apiVersion": "v1", "kind": "Node",
 			"metadata": map[string]any{"name": nodeName(i), "labels": map[string]any{"kubernetes.io/hostname": nodeName(i)}},
 			"spec":     map[string]any{"podCIDR": cidr, "podCIDRs": []string{cidr}},
@@ -130,34 +66,40 @@ func (s *apiServer) addNodes(ctx context.Context, from, to int) error {
 	})
 }
 
-func (s *apiServer) removeNodes(ctx context.Context, from, to int) error {
-	return figures.Each(from, to, func(i int) error {
-		return s.do(ctx, adminToken, http.MethodDelete, nodesPath+"/"+nodeName(i), nil)
+func (s *apiServer) leave(ctx context.Context, _ []subnet.Lease, from, to int) {
+	figures.Each(from, to, func(i int) {
+		s.send(ctx, figures.AdminToken, http.MethodDelete, figures.NodesPath+"/"+nodeName(i), map[string]any{})
 	})
 }
 
-func (s *apiServer) pid() int { return s.api.PID() }
-
-func (s *apiServer) restart(ctx context.Context) error { return s.api.Restart(ctx) }
-
-func (s *apiServer) close() {
-	s.api.Kill()
-	_ = os.RemoveAll(s.dir)
+func (s *apiServer) putExtra(ctx context.Context) subnet.Lease {
+	s.join(ctx, extra, extra+1)
+	l := subnet.Lease{Key: nodeName(extra), Endpoints: []subnet.Endpoint{{PublicIP: publicIP(extra)}}}
+	s.send(ctx, figures.AdminToken, http.MethodPatch, figures.NodesPath+"/"+l.Key, map[string]any{"metadata": map[string]any{"annotations": map[string]string{
+		"flannel.alpha.coreos.com/kube-subnet-manager": "true", "flannel.alpha.coreos.com/backend-type": "vxlan",
+		"flannel.alpha.coreos.com/public-ip": publicIP(extra).String(), "flannel.alpha.coreos.com/backend-data": string(vtep(extra)),
+	}}})
+	return l
 }
+
+func (*apiServer) name() string { return "Kubernetes" }
+
+func (s *apiServer) pid() int { return s.API.PID() }
+
+func (s *apiServer) restart(ctx context.Context) { must.Do(s.API.Restart(ctx)) }
+
+func (s *apiServer) close() { s.Close() }
 
 func (s *apiServer) reach() Store {
-	return Store{Kubeconfig: filepath.Join(s.dir, "kubeconfig"), NetConfig: filepath.Join(s.dir, "net-conf.json")}
+	return Store{Kubeconfig: s.Kubeconfig(), NetConfig: s.NetConfig()}
 }
 
-func (s *apiServer) writeAndRead(ctx context.Context) error {
+func (s *apiServer) writeAndRead(ctx context.Context) {
 	const path = "/api/v1/namespaces/default"
-	err := s.do(ctx, bystanderToken, http.MethodPatch, path, map[string]any{
+	s.send(ctx, bystanderToken, http.MethodPatch, path, map[string]any{
 		"metadata": map[string]any{"annotations": map[string]string{"storm": time.Now().String()}},
 	})
-	if err != nil {
-		return err
-	}
-	return s.do(ctx, bystanderToken, http.MethodGet, path, nil)
+	s.Do(ctx, bystanderToken, http.MethodGet, path, figures.JSON, nil)
 }
 
 // bystanderCalls is empty because only requests for Nodes are counted.
@@ -165,23 +107,11 @@ func (*apiServer) bystanderCalls() []string { return nil }
 
 // calls counts the requests for Nodes that have ended. So it does not count watches that still run.
 // The kind is the verb and, if the server has refused the request, the status code.
-func (s *apiServer) calls(ctx context.Context) (figures.Counts, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://"+s.api.Addr(nil).String()+"/metrics", http.NoBody)
-	if err != nil {
-		return nil, err
-	}
-	req.Header.Set("Authorization", "Bearer "+adminToken)
-	resp, err := s.client.Do(req)
-	if err != nil {
-		return nil, fmt.Errorf("ask the API server for its metrics: %w", err)
-	}
+func (s *apiServer) calls(ctx context.Context) figures.Counts {
+	resp := s.Request(ctx, figures.AdminToken, http.MethodGet, "/metrics", "text/plain", nil)
 	defer resp.Body.Close()
-	all, err := figures.ReadCounts(resp.Body, "apiserver_request_total", "resource", "verb", "code")
-	if err != nil {
-		return nil, err
-	}
 	nodes := figures.Counts{}
-	for kind, n := range all {
+	for kind, n := range figures.ReadCounts(resp.Body, "apiserver_request_total", "resource", "verb", "code") {
 		what, ok := strings.CutPrefix(kind, "nodes ")
 		if !ok {
 			continue
@@ -191,5 +121,5 @@ func (s *apiServer) calls(ctx context.Context) (figures.Counts, error) {
 		}
 		nodes[what] += n
 	}
-	return nodes, nil
+	return nodes
 }

@@ -21,8 +21,8 @@ type report struct {
 
 // String returns the result as one line for a terminal.
 func (r *result) String() string {
-	text := fmt.Sprintf("%s %d %s: %d right after %.1f s, half after %.1f s; leases after %.1f s; store %.1f s CPU, %.0f MB peak; proxy %.1f s CPU, %.0f MB peak; hosts %.1f s CPU, %.0f MB peak; %.1f MB sent, %.1f MB received; bystander %.2f s at most, %.3f s p99, %d of %d failed; %d outages; %s",
-		r.Store, r.N, r.Scenario, r.Right, r.Seconds, r.Half, r.Leased, r.StoreCPU, r.Peak/1e6, r.ProxyCPU, r.ProxyPeak/1e6, r.HostsCPU, r.HostsPeak/1e6, r.Sent/1e6, r.Received/1e6,
+	text := fmt.Sprintf("%s %d %s: %d right after %.1f s, half after %.1f s; leases after %.1f s; store %.1f s CPU, %.0f MB peak; hosts %.1f s CPU, %.0f MB peak; %.1f MB sent, %.1f MB received; bystander %.2f s at most, %.3f s p99, %d of %d failed; %d outages; %s",
+		r.Store, r.N, r.Scenario, r.Right, r.Seconds, r.Half, r.Leased, r.StoreCPU, r.Peak/1e6, r.HostsCPU, r.HostsPeak/1e6, r.Sent/1e6, r.Received/1e6,
 		r.Slowest, r.P99, r.Failed, r.Bystanding, r.Outages, r.Calls)
 	if r.Example != "" {
 		text += "; " + r.Example
