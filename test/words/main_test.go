@@ -31,24 +31,20 @@ func tree(t *testing.T, files map[string]string) string {
 func TestRun(t *testing.T) {
 	const words = "# forms\n\\bnobody\\b\tname the subject\n^what [^?]*$\tno free clause\n"
 	dir := tree(t, map[string]string{
-		"lists/words.txt":   words,
-		"lists/unclean.txt": "# not yet\nold\npage.md\nclean\n",
-		"new/a.go":          "package a\n\n// F is for\n// nobody. What it is.\nfunc F() {} // Is it? What is it?\n",
-		"new/text.go":       "package a\n\nconst nobody = \"nobody\"\n",
-		"old/b.go":          "package b // nobody\n",
-		"old/below/c.sh":    "#!/bin/sh\nset -eu # nobody\n",
-		"clean/d.go":        "package d\n",
-		"page.md":           "Nobody.\n",
-		"testdata/e.md":     "Nobody.\n",
+		"words.txt":      words,
+		"new/a.go":       "package a\n\n// F is for\n// nobody. What it is.\nfunc F() {} // Is it? What is it?\n",
+		"new/text.go":    "package a\n\nconst nobody = \"nobody\"\n",
+		"old/below/c.sh": "#!/bin/sh\nset -eu # nobody\n",
+		"page.md":        "Nobody.\n",
+		"testdata/e.md":  "Nobody.\n",
 	})
-	args := []string{"-root", dir, "-lists", filepath.Join(dir, "lists")}
 	var out bytes.Buffer
-	err := run(args, &out)
+	err := run([]string{"-root", dir, "-words", filepath.Join(dir, "words.txt")}, &out)
 	want := []string{
 		`new/a.go:3: "nobody": name the subject`,
 		`new/a.go:3: "What it is.": no free clause`,
 		`old/below/c.sh:2: "nobody": name the subject`,
-		filepath.Join(dir, "lists/unclean.txt") + ": clean is clean or does not exist: remove it with go run ./test/words -shrink",
+		`page.md:1: "Nobody": name the subject`,
 	}
 	if diff := cmp.Diff(want, strings.Split(strings.TrimSpace(out.String()), "\n")); diff != "" {
 		t.Errorf("findings (-want +got):\n%s", diff)
@@ -56,19 +52,11 @@ func TestRun(t *testing.T) {
 	if err == nil || !strings.HasPrefix(err.Error(), "4 findings") {
 		t.Errorf("got %v, want 4 findings", err)
 	}
-	out.Reset()
-	if err := run(append(args, "-shrink"), &out); err == nil || !strings.HasPrefix(err.Error(), "3 findings") {
-		t.Errorf("with -shrink: %v, %s", err, &out)
-	}
-	list, err := os.ReadFile(filepath.Join(dir, "lists/unclean.txt"))
-	if want := "# not yet\nold\npage.md\n"; err != nil || string(list) != want {
-		t.Errorf("the list is now %q, %v, want %q", list, err, want)
-	}
 }
 
 func TestRuleNeedsReason(t *testing.T) {
-	dir := tree(t, map[string]string{"words.txt": "\\bnobody\\b\n", "unclean.txt": ""})
-	if err := run([]string{"-root", dir, "-lists", dir}, os.Stdout); err == nil || !strings.Contains(err.Error(), "has no reason") {
+	dir := tree(t, map[string]string{"words.txt": "\\bnobody\\b\n"})
+	if err := run([]string{"-root", dir, "-words", filepath.Join(dir, "words.txt")}, os.Stdout); err == nil || !strings.Contains(err.Error(), "has no reason") {
 		t.Errorf("got %v", err)
 	}
 }
