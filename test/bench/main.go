@@ -112,7 +112,9 @@ func execute(ctx context.Context, args []string, out, progress io.Writer) {
 	r.OthersCPU = othersCPU(before)
 	r.Seconds = time.Since(r.Date).Seconds()
 	r.markdown(out, allMeasures)
-	must.Do(incomplete) // a run with a failed measure does not replace the results of the last one
+	if incomplete != nil { // a run with a failed measure does not replace the results of the last one
+		must.Fail("%w", incomplete)
+	}
 	r.save(o)
 }
 

@@ -96,7 +96,9 @@ func (r *runner) all(ctx context.Context, progress io.Writer) {
 			failed = errors.Join(failed, fmt.Errorf("measure %s: %w", m.name, err))
 		}
 	}
-	must.Do(failed)
+	if failed != nil {
+		must.Fail("%w", failed)
+	}
 }
 
 // fresh starts the daemon on a clean host 1 in a network with n peers, waits up to a minute until all

@@ -1,29 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package must ends a measurement at its first error, as testing.T does with a test. A measurement
-// has hundreds of steps that can fail, and none of them goes on after a failure.
+// Package must ends a task at its first error, as testing.T does with a test. Programs for tests
+// consist of hundreds of steps that can fail, and do not go on after a failure.
 package must
 
-import "fmt"
+import (
+	"fmt"
+	"path/filepath"
+	"runtime"
+)
 
-// failure carries an error from Do or Get to Catch. Like the panics of encoding/json and text/template,
-// it does not leave the program: main calls everything within Catch.
+// failure carries an error from Do, Get or Fail to Catch. Like the panics of encoding/json and
+// text/template, it does not leave the program: main calls everything within Catch.
 type failure struct{ err error }
 
-// Do ends the measurement unless err is nil.
-func Do(err error) {
-	if err != nil {
-		panic(failure{err})
-	}
-}
+// Do ends the task unless err is nil. The error of Catch then begins with the caller's line.
+func Do(err error) { check(err) }
 
-// Get returns v. It ends the measurement unless err is nil.
+// Get returns v. It ends the task like Do unless err is nil.
 func Get[T any](v T, err error) T {
-	Do(err)
+	check(err)
 	return v
 }
 
-// Catch runs f, and returns the error with which Do or Get has ended it. A goroutine that f starts
+// Fail ends the task with an error that needs no line.
+func Fail(format string, args ...any) { panic(failure{fmt.Errorf(format, args...)}) }
+
+// check is called by functions that a task calls.
+func check(err error) {
+	if err == nil {
+		return
+	}
+	if _, file, line, ok := runtime.Caller(2); ok {
+		err = fmt.Errorf("%s:%d: %w", filepath.Base(file), line, err)
+	}
+	panic(failure{err})
+}
+
+// Catch runs f, and returns the error with which Do, Get or Fail has ended it. A goroutine that f starts
 // needs a Catch of its own.
 func Catch(f func()) (err error) {
 	defer func() {
@@ -38,6 +52,3 @@ func Catch(f func()) (err error) {
 	f()
 	return nil
 }
-
-// Fail ends the measurement with a message.
-func Fail(format string, args ...any) { Do(fmt.Errorf(format, args...)) }

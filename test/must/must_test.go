@@ -3,8 +3,10 @@
 package must
 
 import (
+	"errors"
 	"io"
 	"strconv"
+	"strings"
 	"testing"
 )
 
@@ -17,11 +19,11 @@ func TestCatch(t *testing.T) {
 		Do(io.EOF)
 		after = true
 	})
-	if err != io.EOF || after { //nolint:errorlint // Catch must return the error itself
+	if !errors.Is(err, io.EOF) || !strings.HasPrefix(err.Error(), "must_test.go:") || after {
 		t.Errorf("Catch returns %v, and the step after the failure ran: %v", err, after)
 	}
-	if err := Catch(func() { t.Errorf("Get returned %d", Get(strconv.Atoi("x"))) }); err == nil {
-		t.Error("Catch returns no error of Get")
+	if err := Catch(func() { t.Errorf("Get returned %d", Get(strconv.Atoi("x"))) }); err == nil || !strings.HasPrefix(err.Error(), "must_test.go:") {
+		t.Errorf("Catch returns %v, want an error of Get and its line", err)
 	}
 	if err := Catch(func() { Fail("%d is too many", 3) }); err == nil || err.Error() != "3 is too many" {
 		t.Errorf("Catch returns %v", err)

@@ -5,9 +5,7 @@ package main
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -16,6 +14,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/flanneld/flanneld/test/must"
 	"github.com/flanneld/flanneld/test/vm/job"
 )
 
@@ -46,42 +45,28 @@ const source = "/src"
 // addTests compiles the tests, copies them below root, the guest's file system, and
 // returns the jobs that run them. It also copies the list of jobs, and the programs of
 // bin.
-func addTests(ctx context.Context, root string, o options) ([]job.Job, error) {
-	list, err := output(ctx, "", "go", append([]string{"list", "-f", "{{.ImportPath}}\t{{.Dir}}\t{{.Module.Dir}}"}, o.packages...)...)
-	if err != nil {
-		return nil, err
-	}
+func addTests(ctx context.Context, root string, o options) []job.Job {
+	list := output(ctx, "", "go", append([]string{"list", "-f", "{{.ImportPath}}\t{{.Dir}}\t{{.Module.Dir}}"}, o.packages...)...)
 	var jobs []job.Job
 	for i, line := range strings.Split(strings.TrimSpace(list), "\n") {
 		var pkg, dir, module string
-		if _, err := fmt.Sscanf(line, "%s\t%s\t%s", &pkg, &dir, &module); err != nil {
-			return nil, fmt.Errorf("read go list: %q: %w", line, err)
-		}
-		rel, err := filepath.Rel(module, dir)
-		if err != nil {
-			return nil, err
-		}
+		must.Get(fmt.Sscanf(line, "%s\t%s\t%s", &pkg, &dir, &module))
+		rel := must.Get(filepath.Rel(module, dir))
 		j := job.Job{
 			Package: pkg, Dir: filepath.Join(source, rel), Binary: fmt.Sprintf("/tests/%d.test", i),
 			Args: []string{"-test.v=test2json", "-test.run=" + o.run, "-test.parallel=" + strconv.Itoa(o.cpus)},
 			End:  testsEnd(o.timeout),
 		}
-		if err := addTest(ctx, root, dir, j); err != nil {
-			return nil, err
-		}
+		addTest(ctx, root, dir, j)
 		if i == 0 {
-			if err := addPrograms(root, module); err != nil {
-				return nil, err
-			}
+			addPrograms(root, module)
 		}
 		jobs = append(jobs, j)
 	}
 
-	text, err := json.Marshal(jobs)
-	if err != nil {
-		return nil, err
-	}
-	return jobs, os.WriteFile(filepath.Join(root, job.File), text, 0o600)
+	text := must.Get(json.Marshal(jobs))
+	must.Do(os.WriteFile(filepath.Join(root, job.File), text, 0o600))
+	return jobs
 }
 
 // testsEnd returns the uptime of the guest at which all tests must have ended, if the
@@ -89,94 +74,64 @@ func addTests(ctx context.Context, root string, o options) ([]job.Job, error) {
 // tests that hang.
 func testsEnd(limit time.Duration) time.Duration { return limit - limit/10 }
 
-func addTest(ctx context.Context, root, dir string, j job.Job) error {
-	if err := static(ctx, "test", "-c", "-o", filepath.Join(root, j.Binary), j.Package); err != nil {
-		return err
-	}
-	if err := os.MkdirAll(filepath.Join(root, j.Dir), 0o755); err != nil {
-		return err
-	}
+func addTest(ctx context.Context, root, dir string, j job.Job) {
+	static(ctx, "test", "-c", "-o", filepath.Join(root, j.Binary), j.Package)
+	must.Do(os.MkdirAll(filepath.Join(root, j.Dir), 0o755))
 	data := filepath.Join(dir, "testdata")
-	if _, err := os.Stat(data); errors.Is(err, fs.ErrNotExist) {
-		return nil
+	if exists(data) {
+		must.Do(os.CopyFS(filepath.Join(root, j.Dir, "testdata"), os.DirFS(data)))
 	}
-	return os.CopyFS(filepath.Join(root, j.Dir, "testdata"), os.DirFS(data))
 }
 
 // addPrograms copies the programs that tests run from bin to the same relative path in the
 // guest, if make build has built them.
-func addPrograms(root, module string) error {
+func addPrograms(root, module string) {
 	for _, name := range []string{"flanneld", "flannelctl", "flannel-lab"} {
-		from := filepath.Join(module, "bin", name)
-		if _, err := os.Stat(from); errors.Is(err, fs.ErrNotExist) {
-			continue // tests that need the program report that it is missing
-		}
-		if err := add(root, from, filepath.Join(source, "bin", name)); err != nil {
-			return err
+		if from := filepath.Join(module, "bin", name); exists(from) { // tests that need the program report that it is missing
+			add(root, from, filepath.Join(source, "bin", name))
 		}
 	}
-	return nil
 }
 
 // static runs the go command with args, so that the programs that it builds are static.
-func static(ctx context.Context, args ...string) error {
+func static(ctx context.Context, args ...string) {
 	cmd := command(ctx, "", "go", args...)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("run %s: %w:\n%s", cmd, err, out)
+		must.Fail("run %s: %w:\n%s", cmd, err, out)
 	}
-	return nil
 }
 
 // addSystem copies everything that the guest needs, except the tests, below root: init,
 // tools, iptables and kernel modules.
-func addSystem(ctx context.Context, root string, k kernel) error {
+func addSystem(ctx context.Context, root string, k kernel) {
 	for _, dir := range []string{"usr/sbin", "usr/lib", "usr/lib64", "dev", "proc", "sys", "run", "tmp", "etc", "root", "var/lib"} {
-		if err := os.MkdirAll(filepath.Join(root, dir), 0o755); err != nil {
-			return err
-		}
+		must.Do(os.MkdirAll(filepath.Join(root, dir), 0o755))
 	}
 
 	// All programs are in one folder, which has the names that scripts expect, such as /bin and /usr/bin.
 	for dir, to := range map[string]string{
 		"bin": "usr/sbin", "sbin": "usr/sbin", "usr/bin": "sbin", "lib": "usr/lib", "lib64": "usr/lib64", "var/run": "../run",
 	} {
-		if err := os.Symlink(to, filepath.Join(root, dir)); err != nil {
-			return err
-		}
+		must.Do(os.Symlink(to, filepath.Join(root, dir)))
 	}
-	if err := os.WriteFile(filepath.Join(root, "etc/hosts"), []byte("127.0.0.1 localhost\n::1 localhost\n"), 0o600); err != nil {
-		return err
-	}
-	if err := static(ctx, "build", "-o", filepath.Join(root, "init"), "./test/vm/init"); err != nil {
-		return err
-	}
-	if err := static(ctx, "build", "-o", filepath.Join(root, job.Test2JSON), "cmd/test2json"); err != nil {
-		return err
-	}
+	must.Do(os.WriteFile(filepath.Join(root, "etc/hosts"), []byte("127.0.0.1 localhost\n::1 localhost\n"), 0o600))
+	static(ctx, "build", "-o", filepath.Join(root, "init"), "./test/vm/init")
+	static(ctx, "build", "-o", filepath.Join(root, job.Test2JSON), "cmd/test2json")
 
 	for _, t := range tools {
-		if _, err := addTool(ctx, root, t); err != nil {
-			return err
-		}
+		addTool(ctx, root, t)
 	}
-	if err := addIPTables(ctx, root); err != nil {
-		return err
-	}
-	return addModules(ctx, root, k)
+	addIPTables(ctx, root)
+	addModules(ctx, root, k)
 }
 
 // addIPTables copies both variants of iptables. The names without a suffix, such as
 // iptables, are those of the nft variant.
-func addIPTables(ctx context.Context, root string) error {
+func addIPTables(ctx context.Context, root string) {
 	extensions := ""
 	for variant, name := range multi {
-		libraries, err := addTool(ctx, root, name)
-		if err != nil {
-			return err
-		}
-
-		for _, lib := range libraries {
+		for _, lib := range addTool(ctx, root, name) {
 			if strings.HasPrefix(filepath.Base(lib), xtablesLibrary) {
 				extensions = filepath.Join(filepath.Dir(lib), xtablesFolder)
 			}
@@ -184,87 +139,65 @@ func addIPTables(ctx context.Context, root string) error {
 
 		for _, family := range []string{"iptables", "ip6tables"} {
 			for _, verb := range []string{"", "-save", "-restore"} {
-				if err := os.Symlink(name, filepath.Join(root, "usr/sbin", family+variant+verb)); err != nil {
-					return err
-				}
+				must.Do(os.Symlink(name, filepath.Join(root, "usr/sbin", family+variant+verb)))
 			}
 		}
 	}
 	if extensions == "" {
-		return fmt.Errorf("iptables has no %s", xtablesLibrary)
+		must.Fail("iptables has no %s", xtablesLibrary)
 	}
-	return os.CopyFS(filepath.Join(root, extensions), os.DirFS(extensions))
+	must.Do(os.CopyFS(filepath.Join(root, extensions), os.DirFS(extensions)))
 }
 
 var libraryPath = regexp.MustCompile(`/\S+`)
 
 // addTool copies a program of this machine and its libraries, and returns the paths of
 // the libraries.
-func addTool(ctx context.Context, root, name string) (libraries []string, err error) {
-	path, err := exec.LookPath(name)
-	if err != nil {
-		return nil, err
-	}
-	if err := add(root, path, "/usr/sbin/"+name); err != nil {
-		return nil, err
-	}
-	out, err := output(ctx, "", "ldd", path)
-	if err != nil {
-		return nil, err
-	}
-	libraries = libraryPath.FindAllString(out, -1)
+func addTool(ctx context.Context, root, name string) (libraries []string) {
+	path := must.Get(exec.LookPath(name))
+	add(root, path, "/usr/sbin/"+name)
+	libraries = libraryPath.FindAllString(output(ctx, "", "ldd", path), -1)
 	for _, lib := range libraries {
-		if err := add(root, lib, lib); err != nil {
-			return nil, err
-		}
+		add(root, lib, lib)
 	}
-	return libraries, nil
+	return libraries
 }
 
 // addModules copies kernel modules of k to the guest, whose files are below root. The variable modules
 // lists the folders to copy. Then addModules runs depmod, which writes the dependencies between the
 // copied modules, because modprobe in the guest needs them.
-func addModules(ctx context.Context, root string, k kernel) error {
+func addModules(ctx context.Context, root string, k kernel) {
 	to := filepath.Join(root, "usr/lib/modules", k.version)
 	for _, dir := range modules {
-		from := filepath.Join(k.modules, "kernel", dir)
-		if _, err := os.Stat(from); errors.Is(err, fs.ErrNotExist) {
-			continue
-		}
-		if err := os.CopyFS(filepath.Join(to, "kernel", dir), os.DirFS(from)); err != nil {
-			return err
+		if from := filepath.Join(k.modules, "kernel", dir); exists(from) {
+			must.Do(os.CopyFS(filepath.Join(to, "kernel", dir), os.DirFS(from)))
 		}
 	}
 
 	for _, file := range []string{"modules.builtin", "modules.order"} {
-		if err := add(root, filepath.Join(k.modules, file), filepath.Join("/usr/lib/modules", k.version, file)); err != nil {
-			return err
-		}
+		add(root, filepath.Join(k.modules, file), filepath.Join("/usr/lib/modules", k.version, file))
 	}
-	_, err := output(ctx, "", "depmod", "-b", root, k.version)
-	return err
+	output(ctx, "", "depmod", "-b", root, k.version)
 }
 
 // add copies a file of this machine to a path in the guest, unless that path exists
 // already.
-func add(root, from, to string) error {
+func add(root, from, to string) {
 	to = filepath.Join(root, to)
-	if _, err := os.Stat(to); err == nil {
-		return nil
+	if exists(to) {
+		return
 	}
-	data, err := os.ReadFile(from)
-	if err != nil {
-		return err
-	}
-	if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil {
-		return err
-	}
-	return os.WriteFile(to, data, 0o755)
+	must.Do(os.MkdirAll(filepath.Dir(to), 0o755))
+	must.Do(os.WriteFile(to, must.Get(os.ReadFile(from)), 0o755))
+}
+
+func exists(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
 }
 
 // pack writes the files below root to image as an initrd, which is the guest's only
 // file system.
-func pack(ctx context.Context, root, image string) error {
-	_, err := output(ctx, root, "sh", "-c", `find . -print0 | cpio --null -o -H newc --quiet >"$0"`, image)
-	return err
+func pack(ctx context.Context, root, image string) {
+	output(ctx, root, "sh", "-c", `find . -print0 | cpio --null -o -H newc --quiet >"$0"`, image)
 }

@@ -4,14 +4,14 @@ package main
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
 	"runtime"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // metaPackage is a Debian package that depends on the package of the newest kernel.
@@ -28,47 +28,32 @@ type kernel struct {
 // lists. The unpacked package stays in a folder of the user's cache, so each version
 // is downloaded only once. Commands that start guests at the same time wait for each
 // other here, because apt does not update its lists twice at the same time.
-func findKernel(ctx context.Context) (kernel, error) {
+func findKernel(ctx context.Context) kernel {
 	if runtime.GOARCH != "amd64" {
-		return kernel{}, fmt.Errorf("the guest is amd64 and runs programs of this machine, which is %s", runtime.GOARCH)
+		must.Fail("the guest is amd64 and runs programs of this machine, which is %s", runtime.GOARCH)
 	}
 
-	cache, err := os.UserCacheDir()
-	if err != nil {
-		return kernel{}, err
-	}
+	cache := must.Get(os.UserCacheDir())
 	cache = filepath.Join(cache, "flanneld", "vm")
-	if err := os.MkdirAll(cache, 0o755); err != nil {
-		return kernel{}, err
-	}
-	lock, err := os.Create(filepath.Join(cache, "lock"))
-	if err != nil {
-		return kernel{}, err
-	}
+	must.Do(os.MkdirAll(cache, 0o755))
+	lock := must.Get(os.Create(filepath.Join(cache, "lock")))
 	defer lock.Close() // which unlocks it
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-		return kernel{}, fmt.Errorf("lock %s: %w", lock.Name(), err)
+	must.Do(unix.Flock(int(lock.Fd()), unix.LOCK_EX))
+	var k kernel
+	if must.Catch(func() { k = fetchKernel(ctx, cache) }) != nil { // the lists are missing or out of date
+		output(ctx, "", "apt-get", "-q", "update")
+		k = fetchKernel(ctx, cache)
 	}
-	k, err := fetchKernel(ctx, cache)
-	if err == nil {
-		return k, nil
-	}
-	if _, updateErr := output(ctx, "", "apt-get", "-q", "update"); updateErr != nil { // the lists are missing or out of date
-		return kernel{}, errors.Join(err, updateErr)
-	}
-	return fetchKernel(ctx, cache)
+	return k
 }
 
 var dependsOnImage = regexp.MustCompile(`(?m)^Depends: (linux-image-(\S+)) \(= (\S+)\)`)
 
-func fetchKernel(ctx context.Context, cache string) (kernel, error) {
-	about, err := output(ctx, "", "apt-cache", "show", "--no-all-versions", metaPackage)
-	if err != nil {
-		return kernel{}, err
-	}
+func fetchKernel(ctx context.Context, cache string) kernel {
+	about := output(ctx, "", "apt-cache", "show", "--no-all-versions", metaPackage)
 	m := dependsOnImage.FindStringSubmatch(about)
 	if m == nil {
-		return kernel{}, fmt.Errorf("%s depends on no kernel:\n%s", metaPackage, about)
+		must.Fail("%s depends on no kernel:\n%s", metaPackage, about)
 	}
 
 	name := m[1]
@@ -80,30 +65,22 @@ func fetchKernel(ctx context.Context, cache string) (kernel, error) {
 		modules: filepath.Join(dir, "lib", "modules", version),
 		version: version,
 	}
-	if _, err := os.Stat(dir); err == nil {
-		return k, nil
+	if exists(dir) {
+		return k
 	}
-	tmp, err := os.MkdirTemp(cache, "new-")
-	if err != nil {
-		return kernel{}, err
-	}
+	tmp := must.Get(os.MkdirTemp(cache, "new-"))
 	defer os.RemoveAll(tmp)
-	if _, err := output(ctx, tmp, "apt-get", "-q", "download", name+"="+debian); err != nil {
-		return kernel{}, err
-	}
-	debs, err := filepath.Glob(filepath.Join(tmp, "*.deb"))
-	if err != nil || len(debs) != 1 {
-		return kernel{}, fmt.Errorf("apt-get download %s brought %q (%w)", name, debs, err)
+	output(ctx, tmp, "apt-get", "-q", "download", name+"="+debian)
+	debs := must.Get(filepath.Glob(filepath.Join(tmp, "*.deb")))
+	if len(debs) != 1 {
+		must.Fail("apt-get download %s brought %q", name, debs)
 	}
 	tree := filepath.Join(tmp, "tree")
-	if _, err := output(ctx, "", "dpkg-deb", "-x", debs[0], tree); err != nil {
-		return kernel{}, err
-	}
+	output(ctx, "", "dpkg-deb", "-x", debs[0], tree)
 
 	for _, path := range []string{tree + "/boot/vmlinuz-" + version, tree + "/lib/modules/" + version} {
-		if _, err := os.Stat(path); err != nil {
-			return kernel{}, fmt.Errorf("unpack %s: %w", name, err)
-		}
+		must.Get(os.Stat(path))
 	}
-	return k, os.Rename(tree, dir)
+	must.Do(os.Rename(tree, dir))
+	return k
 }

@@ -23,6 +23,8 @@ import (
 	"path/filepath"
 	"syscall"
 	"time"
+
+	"github.com/flanneld/flanneld/test/must"
 )
 
 type options struct {
@@ -36,7 +38,7 @@ type options struct {
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := execute(ctx, os.Args[1:], os.Stdout)
+	err := must.Catch(func() { execute(ctx, os.Args[1:], os.Stdout) })
 	stop()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "vm:", err)
@@ -44,52 +46,34 @@ func main() {
 	}
 }
 
-func parse(args []string) (o options, err error) {
+func parse(args []string) (o options) {
 	flags := flag.NewFlagSet("vm", flag.ContinueOnError)
 	flags.StringVar(&o.run, "run", "^TestVM", "regular expression of the tests, as for go test")
 	flags.BoolVar(&o.json, "json", false, "print events as go test -json does")
 	flags.DurationVar(&o.timeout, "timeout", 15*time.Minute, "how long the guest may run, of which its tests have nine tenths")
 	flags.IntVar(&o.memory, "memory", 2048, "of the guest, in MB")
 	flags.IntVar(&o.cpus, "cpus", 1, "of the guest, and how many parallel tests run at the same time")
-	if err := flags.Parse(args); err != nil {
-		return o, err
-	}
+	must.Do(flags.Parse(args))
 	if o.packages = flags.Args(); len(o.packages) == 0 {
-		return o, errors.New("no packages given")
+		must.Fail("no packages given")
 	}
-	return o, nil
+	return o
 }
 
-func execute(ctx context.Context, args []string, out io.Writer) error {
-	o, err := parse(args)
-	if err != nil {
-		return err
-	}
-	kernel, err := findKernel(ctx)
-	if err != nil {
-		return fmt.Errorf("find kernel: %w", err)
-	}
-	dir, err := os.MkdirTemp("", "flanneld-vm-")
-	if err != nil {
-		return err
-	}
+func execute(ctx context.Context, args []string, out io.Writer) {
+	o := parse(args)
+	kernel := findKernel(ctx)
+	dir := must.Get(os.MkdirTemp("", "flanneld-vm-"))
 	defer os.RemoveAll(dir)
 	root := filepath.Join(dir, "root")
-	jobs, err := addTests(ctx, root, o)
-	if err != nil {
-		return fmt.Errorf("build tests: %w", err)
-	}
-	if err := addSystem(ctx, root, kernel); err != nil {
-		return fmt.Errorf("build guest: %w", err)
-	}
+	jobs := addTests(ctx, root, o)
+	addSystem(ctx, root, kernel)
 	image := filepath.Join(dir, "initrd")
-	if err := pack(ctx, root, image); err != nil {
-		return fmt.Errorf("pack guest: %w", err)
-	}
-	if err := os.RemoveAll(root); err != nil {
-		return err
-	}
+	pack(ctx, root, image)
+	must.Do(os.RemoveAll(root))
 	r := newReport(out, o.json)
-	err = boot(ctx, guest{options: o, kernel: kernel, image: image, console: filepath.Join(dir, "console")}, r)
-	return errors.Join(err, r.close(jobs))
+	err := boot(ctx, guest{options: o, kernel: kernel, image: image, console: filepath.Join(dir, "console")}, r)
+	if err := errors.Join(err, r.close(jobs)); err != nil {
+		must.Fail("%w", err)
+	}
 }

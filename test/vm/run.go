@@ -5,10 +5,11 @@ package main
 import (
 	"bytes"
 	"context"
-	"fmt"
 	"os/exec"
 	"syscall"
 	"time"
+
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // command returns a command that runs in dir. When ctx ends, the command and its
@@ -23,14 +24,14 @@ func command(ctx context.Context, dir, name string, args ...string) *exec.Cmd {
 }
 
 // output runs a command in dir and returns its standard output. If it fails, the
-// error contains its standard error.
-func output(ctx context.Context, dir, name string, args ...string) (string, error) {
+// error of the task contains its standard error.
+func output(ctx context.Context, dir, name string, args ...string) string {
 	var stdout, stderr bytes.Buffer
 	cmd := command(ctx, dir, name, args...)
 	cmd.Stdout = &stdout
 	cmd.Stderr = &stderr
 	if err := cmd.Run(); err != nil {
-		return "", fmt.Errorf("run %s: %w: %s", cmd, err, bytes.TrimSpace(stderr.Bytes()))
+		must.Fail("run %s: %w: %s", cmd, err, bytes.TrimSpace(stderr.Bytes()))
 	}
-	return stdout.String(), nil
+	return stdout.String()
 }

@@ -16,11 +16,12 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/flanneld/flanneld/test/must"
 	"github.com/flanneld/flanneld/test/vm/job"
 )
 
 func main() {
-	if err := run(); err != nil {
+	if err := must.Catch(run); err != nil {
 		fmt.Fprintln(os.Stderr, "init:", err) // written to the console
 	}
 	unix.Sync()
@@ -31,29 +32,20 @@ func main() {
 	os.Exit(1) // the kernel panics when init exits, which ends the machine too
 }
 
-func run() error {
+func run() {
 	for _, m := range []struct{ kind, dir string }{
 		{"proc", "/proc"}, {"sysfs", "/sys"}, {"cgroup2", "/sys/fs/cgroup"}, {"devtmpfs", "/dev"}, {"tmpfs", "/run"}, {"tmpfs", "/tmp"},
 	} {
-		if err := unix.Mount(m.kind, m.dir, m.kind, 0, ""); err != nil {
-			return fmt.Errorf("mount %s: %w", m.dir, err)
-		}
+		must.Do(unix.Mount(m.kind, m.dir, m.kind, 0, ""))
 	}
 
 	for key, value := range map[string]string{"PATH": "/usr/sbin:/usr/bin", "HOME": "/root", "TMPDIR": "/tmp", "EMULATED": "1"} {
-		if err := os.Setenv(key, value); err != nil {
-			return err
-		}
+		must.Do(os.Setenv(key, value))
 	}
 
-	port, err := openPort()
-	if err != nil {
-		return err
-	}
+	port := openPort()
 	defer port.Close()
-	if err := traceDrops(); err != nil {
-		return fmt.Errorf("trace dropped packets: %w", err)
-	}
+	traceDrops()
 
 	for _, args := range [][]string{
 		{"ip", "link", "set", "lo", "up"},
@@ -67,44 +59,31 @@ func run() error {
 		{"sysctl", "-qw", "net.core.netdev_max_backlog=100000"},
 		{"modprobe", "tun"}, // the kernel does not load it on demand, because its device file exists only after loading
 	} {
-		if err := command(args...); err != nil {
-			return err
-		}
+		command(args...)
 	}
-	if err := keepStaticKeys(); err != nil {
-		return fmt.Errorf("keep static keys enabled: %w", err)
-	}
-	text, err := os.ReadFile(job.File)
-	if err != nil {
-		return err
-	}
+	keepStaticKeys()
+	text := must.Get(os.ReadFile(job.File))
 	var jobs []job.Job
-	if err := json.Unmarshal(text, &jobs); err != nil {
-		return fmt.Errorf("parse %s: %w", job.File, err)
-	}
+	must.Do(json.Unmarshal(text, &jobs))
 
 	for _, j := range jobs {
 		var uptime unix.Timespec
-		if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &uptime); err != nil {
-			return fmt.Errorf("read uptime: %w", err)
-		}
+		must.Do(unix.ClockGettime(unix.CLOCK_BOOTTIME, &uptime))
 		args := j.Command(time.Duration(uptime.Nano()))
 		cmd := exec.Command(args[0], args[1:]...)
 		cmd.Dir = j.Dir
 		cmd.Stdout = port
 		cmd.Stderr = os.Stderr
 		if err := cmd.Run(); err != nil && !errors.As(err, new(*exec.ExitError)) { // tests have failed, which their output says
-			return fmt.Errorf("run %s: %w", cmd, err)
+			must.Fail("run %s: %w", cmd, err)
 		}
 	}
-	return nil
 }
 
-func command(args ...string) error {
+func command(args ...string) {
 	if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
-		return fmt.Errorf("run %q: %w: %s", args, err, out)
+		must.Fail("run %q: %w: %s", args, err, out)
 	}
-	return nil
 }
 
 // keepStaticKeys makes objects in the first network namespace that stay for as long as the guest runs.
@@ -115,7 +94,7 @@ func command(args ...string) error {
 // While it changes an instruction, a breakpoint (int3) is in its place. qemu 7.2 may translate
 // the code at that moment, and keep the breakpoint in its translation. CPUs that come to this
 // instruction then never get past it: the guest locks up.
-func keepStaticKeys() error {
+func keepStaticKeys() {
 	var chains strings.Builder
 	for _, hook := range []string{"prerouting", "input", "forward", "output", "postrouting"} {
 		fmt.Fprintf(&chains, "chain %s { type filter hook %[1]s priority 0; }; ", hook)
@@ -133,20 +112,15 @@ func keepStaticKeys() error {
 		{"ip", "link", "add", "kept1", "type", "vxlan", "external", "dstport", "4789"},
 		{"ip", "link", "set", "kept1", "up"},
 	} {
-		if err := command(args...); err != nil {
-			return err
-		}
+		command(args...)
 	}
-	return nil
 }
 
 // traceDrops makes the kernel record each packet that it drops, until the guest ends. A test that misses
 // packets can then report where in the kernel they were dropped.
-func traceDrops() error {
+func traceDrops() {
 	const dir = "/sys/kernel/tracing"
-	if err := unix.Mount("tracefs", dir, "tracefs", 0, ""); err != nil {
-		return err
-	}
+	must.Do(unix.Mount("tracefs", dir, "tracefs", 0, ""))
 
 	for _, setting := range []struct{ file, value string }{
 		{"trace_clock", "tai"}, // so that each record contains the time of day
@@ -154,29 +128,18 @@ func traceDrops() error {
 		{"buffer_size_kb", "4096"}, // for each CPU; when it is full, the oldest events are lost
 		{"events/skb/kfree_skb/enable", "1"},
 	} {
-		if err := os.WriteFile(filepath.Join(dir, setting.file), []byte(setting.value), 0); err != nil {
-			return err
-		}
+		must.Do(os.WriteFile(filepath.Join(dir, setting.file), []byte(setting.value), 0))
 	}
-	return nil
 }
 
 // openPort opens the serial line to the host machine, and sets it to raw mode, so that output arrives
 // unchanged.
-func openPort() (*os.File, error) {
-	port, err := os.OpenFile(job.Port, os.O_RDWR|unix.O_NOCTTY, 0)
-	if err != nil {
-		return nil, err
-	}
-	t, err := unix.IoctlGetTermios(int(port.Fd()), unix.TCGETS)
-	if err != nil {
-		return nil, fmt.Errorf("get settings of %s: %w", job.Port, err)
-	}
+func openPort() *os.File {
+	port := must.Get(os.OpenFile(job.Port, os.O_RDWR|unix.O_NOCTTY, 0))
+	t := must.Get(unix.IoctlGetTermios(int(port.Fd()), unix.TCGETS))
 	t.Iflag = 0
 	t.Oflag = 0
 	t.Lflag = 0
-	if err := unix.IoctlSetTermios(int(port.Fd()), unix.TCSETS, t); err != nil {
-		return nil, fmt.Errorf("set %s raw: %w", job.Port, err)
-	}
-	return port, nil
+	must.Do(unix.IoctlSetTermios(int(port.Fd()), unix.TCSETS, t))
+	return port
 }
