@@ -22,7 +22,7 @@ COMMANDS := ./cmd/flanneld ./cmd/flannelctl ./cmd/install-conf
 PLUGIN := ./cmd/flannel-cni
 # Not part of a release.
 LAB := ./cmd/flannel-lab
-LDFLAGS := -s -w -buildid= -X $(MODULE)/pkg/version.Version=$(VERSION) -X $(MODULE)/pkg/version.Commit=$(COMMIT)
+LDFLAGS := -s -w -buildid= -X $(MODULE)/pkg/base/version.Version=$(VERSION) -X $(MODULE)/pkg/base/version.Commit=$(COMMIT)
 # Compilers and linkers end after seconds. They take a quarter less CPU time if they collect garbage
 # only when they reach a limit of memory, which few do.
 GO_ENV := CGO_ENABLED=0 GOGC=off GOMEMLIMIT=2GiB

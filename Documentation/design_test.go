@@ -92,6 +92,9 @@ func TestDesignDrawsAllImports(t *testing.T) {
 			if floor(other) > floor(name) {
 				t.Errorf("%s imports %s, which is on a higher floor", name, other)
 			}
+			if floor(name) == parts && floor(other) == parts && folder(name) != folder(other) {
+				t.Errorf("%s imports %s, which stands beside it", name, other)
+			}
 			if !slices.ContainsFunc(arrows[name], func(target string) bool { return covers(target, name, other) }) {
 				t.Errorf("design.md: the row of %s does not have the import of %s", name, other)
 			}
@@ -102,7 +105,9 @@ func TestDesignDrawsAllImports(t *testing.T) {
 // The floors, from the lowest one.
 const (
 	tests = iota
-	parts // the rest of pkg
+	base
+	parts // of the kernel, of a cloud, and probes; none imports another
+	reports
 	leases
 	backends
 	flags
@@ -126,10 +131,21 @@ func floor(name string) int {
 		return backends
 	case in("subnet"):
 		return leases
-	case in("pkg"):
+	case in("pkg/report"):
+		return reports
+	case in("pkg/kernel"), in("pkg/probe"), in("pkg/cloud"):
 		return parts
+	case in("pkg/base"):
+		return base
 	}
 	return tests // Documentation and dist
+}
+
+// folder returns the first two folders of a package's path.
+func folder(name string) string {
+	first, rest, _ := strings.Cut(name, "/")
+	second, _, _ := strings.Cut(rest, "/")
+	return path.Join(first, second)
 }
 
 // covers reports whether target, which is after the arrow in the row of the package name, includes the import

@@ -91,7 +91,7 @@ func validate(t *testing.T, kind string, fs ...feature) (serves bool, refused er
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, warnings, err := daemon.ValidateConfig(text, true, allBackends().Registry)
+	_, _, warnings, err := daemon.ValidateConfig(text, true, allBackends().Registry)
 	ignored := func(w string) bool { return strings.Contains(w, "unknown") }
 	return err == nil && !slices.ContainsFunc(warnings, ignored), err
 }
@@ -151,7 +151,7 @@ func TestFeatures(t *testing.T) {
 		t.Errorf("features.md is out of date, run go test ./Documentation -update (-code +page):\n%s", diff)
 	}
 
-	sources := testSources(t, "../backend/*/*_test.go", "../backend/*/*/*_test.go", "../test/e2e/*_test.go")
+	sources := testSources(t, "../backend/*/*_test.go", "../backend/*/*/*_test.go", "../backend/*/internal/*/*_test.go", "../test/e2e/*_test.go")
 	for _, name := range regexp.MustCompile(`Test[A-Z]\w*`).FindAllString(b.String(), -1) {
 		if !strings.Contains(sources, "func "+name+"(") {
 			t.Errorf("%s does not exist", name)

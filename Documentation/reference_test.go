@@ -42,12 +42,12 @@ import (
 	"github.com/flanneld/flanneld/backend/udp"
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/backend/wireguard"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/daemon"
-	"github.com/flanneld/flanneld/pkg/dataplane"
-	"github.com/flanneld/flanneld/pkg/metrics"
-	"github.com/flanneld/flanneld/pkg/paths"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/probe/paths"
+	"github.com/flanneld/flanneld/pkg/report/metrics"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -125,7 +125,7 @@ func allBackends() backend.Catalog {
 // TestReferenceHasAllBackends checks that every backend of the daemon has a section, and
 // every section a backend.
 func TestReferenceHasAllBackends(t *testing.T) {
-	_, _, err := daemon.ValidateConfig([]byte(`{"Network": "10.5.0.0/16", "Backend": {"Type": "?"}}`), true, allBackends().Registry)
+	_, _, _, err := daemon.ValidateConfig([]byte(`{"Network": "10.5.0.0/16", "Backend": {"Type": "?"}}`), true, allBackends().Registry)
 	if err == nil {
 		t.Fatal("the backend ? is accepted")
 	}
@@ -290,7 +290,7 @@ func (s section) refusal(key string, value any) string {
 	if err != nil {
 		return err.Error()
 	}
-	if _, _, err = daemon.ValidateConfig(raw, true, allBackends().Registry); err != nil {
+	if _, _, _, err = daemon.ValidateConfig(raw, true, allBackends().Registry); err != nil {
 		return strings.TrimPrefix(err.Error(), "invalid network configuration: ")
 	}
 	return ""

@@ -30,9 +30,9 @@ import (
 
 	"golang.org/x/time/rate"
 
-	"github.com/flanneld/flanneld/pkg/dataplane"
-	"github.com/flanneld/flanneld/pkg/endpoint"
-	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/base/endpoint"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
 

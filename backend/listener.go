@@ -7,7 +7,7 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/flanneld/flanneld/pkg/endpoint"
+	"github.com/flanneld/flanneld/pkg/base/endpoint"
 )
 
 // Listener is implemented by backends that carry packets in UDP.

@@ -6,7 +6,7 @@ import (
 	"context"
 	"sync"
 
-	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
 // Notifier implements Network.Changed for networks with several sources of changes.

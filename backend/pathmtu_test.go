@@ -15,8 +15,8 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/dataplane"
-	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 	"github.com/flanneld/flanneld/subnet"
 )
 

@@ -6,8 +6,8 @@ import (
 	"context"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/repair"
-	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
 // quiet is the minimum time between two wakes because of announcements. A busy host
@@ -22,11 +22,11 @@ const (
 	repairBurst = 20
 )
 
-func newRepairs() *repair.Limiter {
-	return repair.New(repairRate, repairBurst, "repaired what another program had changed", "entries")
+func newRepairs() *loglimit.Repairs {
+	return loglimit.NewRepairs(repairRate, repairBurst, "repaired what another program had changed", "entries")
 }
 
-func forward(ctx context.Context, changed <-chan struct{}, repairs *repair.Limiter, wake func()) {
+func forward(ctx context.Context, changed <-chan struct{}, repairs *loglimit.Repairs, wake func()) {
 	for {
 		select {
 		case <-ctx.Done():

@@ -12,10 +12,10 @@ import (
 	"sync"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/loop"
-	"github.com/flanneld/flanneld/pkg/parallel"
-	"github.com/flanneld/flanneld/pkg/repair"
-	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
+	"github.com/flanneld/flanneld/pkg/base/loop"
+	"github.com/flanneld/flanneld/pkg/base/parallel"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -67,7 +67,7 @@ type Syncer struct {
 	err      error             // error of the last pass
 	lastSync time.Time         // time of the last successful pass
 	log      syncLog
-	repairs  *repair.Limiter
+	repairs  *loglimit.Repairs
 	retry    wait.Backoff // pauses before further passes for refusals whose cause may disappear
 
 	mu       sync.Mutex          // guards Ledger and the fields up to news

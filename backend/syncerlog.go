@@ -11,7 +11,7 @@ import (
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/changes"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -28,8 +28,8 @@ const (
 type syncLog struct {
 	onRefused func(key, reason string) // may be nil
 	refused   map[string]string        // reasons of the present refusals, by lease key
-	refusal   *changes.Limit
-	sharing   *changes.Limit
+	refusal   *loglimit.Changes
+	sharing   *loglimit.Changes
 	failing   bool          // the last pass has failed
 	logged    string        // last logged error
 	limit     *rate.Limiter // limit of logged errors without a success between them
@@ -38,7 +38,7 @@ type syncLog struct {
 
 func newSyncLog(onRefused func(key, reason string)) syncLog {
 	return syncLog{
-		onRefused: onRefused, refused: map[string]string{}, refusal: changes.NewLimit(changes.Many), sharing: changes.NewLimit(changes.Many),
+		onRefused: onRefused, refused: map[string]string{}, refusal: loglimit.NewChanges(loglimit.Many), sharing: loglimit.NewChanges(loglimit.Many),
 		limit: rate.NewLimiter(rate.Every(errorEvery), errorBurst),
 	}
 }

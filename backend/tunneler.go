@@ -3,8 +3,8 @@
 package backend
 
 import (
-	"github.com/flanneld/flanneld/pkg/firewall"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 )
 
 // SeveralTunneler is implemented by backends that consist of others, and so may have several kinds

@@ -13,7 +13,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // Changes describes the differences between two configurations, one text each. It ignores

@@ -11,7 +11,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/flanneld/flanneld/pkg/spell"
+	"github.com/flanneld/flanneld/pkg/base/spell"
 )
 
 // DecodeBackend decodes a backend's part of the configuration into the struct

@@ -9,7 +9,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // TTL is the default time after which a lease expires in the store unless it is renewed. It is

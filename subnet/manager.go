@@ -6,7 +6,7 @@ import (
 	"context"
 	"errors"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // Errors that callers act on.

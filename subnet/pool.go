@@ -11,7 +11,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // Pool is the range of subnets that a network gives to hosts: all of one length, from the first

@@ -8,7 +8,7 @@ import (
 
 	"github.com/gaissmai/bart"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // prefixOwner is the lease that has a prefix.

@@ -12,9 +12,9 @@ import (
 	"slices"
 	"strconv"
 
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
-	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 const (

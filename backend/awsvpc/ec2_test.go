@@ -19,11 +19,11 @@ import (
 
 	"github.com/flanneld/flanneld/backend/awsvpc/ec2test"
 	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/schema"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
-	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 var (

@@ -18,9 +18,9 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend/awsvpc/ec2test"
+	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
-	"github.com/flanneld/flanneld/pkg/wait/waittest"
 )
 
 // TestMetadataMock checks flanneld with AWS's own imitation of the metadata service, which accepts

@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // MTU describes how the MTU of a network depends on the MTU of the link between hosts.

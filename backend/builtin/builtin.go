@@ -19,9 +19,9 @@ import (
 	"github.com/flanneld/flanneld/backend/udp"
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/backend/wireguard"
-	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/kernel/tunnel"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/tunnel"
 )
 
 // New returns all backends, for one network with these options.

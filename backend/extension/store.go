@@ -14,7 +14,7 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/state"
+	"github.com/flanneld/flanneld/pkg/base/statefile"
 )
 
 // bootIDFile contains a value that is new after each boot (random(4)). By that value, load
@@ -90,7 +90,7 @@ func (s *stateStore) load(ctx context.Context) {
 	}
 
 	s.loaded = true
-	file, err := state.Open[appliedState](s.dir, s.name)
+	file, err := statefile.Open[appliedState](s.dir, s.name)
 	if err == nil {
 		var last appliedState
 		last, _, err = file.Load()
@@ -116,7 +116,7 @@ func (s *stateStore) exists() (bool, error) {
 	if s.loaded || s.dir == "" {
 		return s.loaded, nil
 	}
-	last, err := state.Read[appliedState](s.dir, s.name)
+	last, err := statefile.Read[appliedState](s.dir, s.name)
 	return last.Boot != "", err
 }
 
@@ -173,7 +173,7 @@ func (s *stateStore) flush(ctx context.Context) {
 		return
 	}
 
-	file, err := state.Open[appliedState](s.dir, s.name)
+	file, err := statefile.Open[appliedState](s.dir, s.name)
 	if err == nil {
 		err = file.Save(s.now)
 		_ = file.Close()
@@ -190,7 +190,7 @@ func (s *stateStore) remove() error {
 	defer s.mu.Unlock()
 	s.now = appliedState{Boot: s.boot, Subnets: map[string]entry{}}
 	s.changed = false
-	file, err := state.Open[appliedState](s.dir, s.name)
+	file, err := statefile.Open[appliedState](s.dir, s.name)
 	if err != nil {
 		return err
 	}

@@ -13,9 +13,9 @@ import (
 
 	"cloud.google.com/go/compute/metadata"
 
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
-	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // findEndpoints returns the URLs of the APIs, which the environment variables of gcloud may replace.

@@ -26,13 +26,13 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/backendtest"
 	"github.com/flanneld/flanneld/backend/gce/gcetest"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/schema"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
-	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/wait"
-	"github.com/flanneld/flanneld/pkg/wait/waittest"
 )
 
 var (

@@ -17,9 +17,9 @@ import (
 	"strings"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
-	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 const operationTimeout = 2 * time.Minute

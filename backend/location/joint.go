@@ -7,7 +7,7 @@ import (
 	"slices"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 )
 
 // joint unites the wanted states of both backends, and makes the kernel match the result with one

@@ -14,9 +14,9 @@ import (
 	"github.com/flanneld/flanneld/backend/ipip"
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/backend/wireguard"
-	"github.com/flanneld/flanneld/pkg/endpoint"
-	"github.com/flanneld/flanneld/pkg/firewall"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/endpoint"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 )
 
 // create returns the backend for a Backend object, as the daemon creates it.

@@ -11,10 +11,10 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/changes"
-	"github.com/flanneld/flanneld/pkg/dataplane"
-	"github.com/flanneld/flanneld/pkg/oneline"
-	"github.com/flanneld/flanneld/pkg/rpfilter"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/kernel/rpfilter"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -34,7 +34,7 @@ type network struct {
 	near   map[string]*subnet.Lease // leases of the peers that are served inside, as the backend inside uses them
 	failed map[string]string        // reasons by key: why the kernel has no route to a peer in near
 	rivals rivals
-	limit  *changes.Limit // of log lines
+	limit  *loglimit.Changes // of log lines
 }
 
 // Start implements backend.Backend. A host without a location does not start the backend inside,
@@ -46,7 +46,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	}
 	b.joint = newJoint(reconciler)
 	n := &network{
-		Backend: b, Notifier: backend.NewNotifier(ctx), joint: b.joint, limit: changes.NewLimit(changes.Burst),
+		Backend: b, Notifier: backend.NewNotifier(ctx), joint: b.joint, limit: loglimit.NewChanges(loglimit.Burst),
 		rivals: newRivals(), peers: map[string]string{}, near: map[string]*subnet.Lease{}, failed: map[string]string{},
 	}
 

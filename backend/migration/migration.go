@@ -20,10 +20,10 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/dataplane"
-	"github.com/flanneld/flanneld/pkg/endpoint"
-	"github.com/flanneld/flanneld/pkg/firewall"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/endpoint"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/subnet"
 )
 

@@ -13,7 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/pkg/probe/ping"
 )
 
 // targetOf returns the target of peer n.

@@ -17,7 +17,7 @@ import (
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/tencentvpc"
 	"github.com/flanneld/flanneld/backend/vxlan"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // create returns the backend for a Backend object, as the daemon creates it.

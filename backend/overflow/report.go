@@ -10,9 +10,9 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/oneline"
-	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // problem says what is wrong with the routes of the cloud to this host, and what carries its packets

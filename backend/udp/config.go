@@ -8,8 +8,8 @@ import (
 	"strings"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/tunnel"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/tunnel"
 	"github.com/flanneld/flanneld/subnet"
 )
 

@@ -7,7 +7,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/backendtest"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // TestKernelFormerTable checks that the table of an earlier version is found and removed, and not

@@ -15,9 +15,9 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/health"
-	"github.com/flanneld/flanneld/pkg/oneline"
-	"github.com/flanneld/flanneld/pkg/tunnel"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/kernel/tunnel"
+	"github.com/flanneld/flanneld/pkg/report/health"
 )
 
 // Settings contains the options of a single host, in contrast to the configuration that

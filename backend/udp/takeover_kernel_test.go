@@ -15,8 +15,8 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/backendtest"
-	"github.com/flanneld/flanneld/pkg/dataplane/linux"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane/linux"
 	"github.com/flanneld/flanneld/subnet"
 )
 

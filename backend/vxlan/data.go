@@ -8,8 +8,8 @@ import (
 	"fmt"
 	"strconv"
 
-	"github.com/flanneld/flanneld/pkg/dataplane"
-	"github.com/flanneld/flanneld/pkg/plainjson"
+	"github.com/flanneld/flanneld/pkg/base/plainjson"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 )
 
 // leaseData is a lease's backend data for one family: the JSON object of flannel's

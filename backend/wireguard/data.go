@@ -10,7 +10,7 @@ import (
 
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
-	"github.com/flanneld/flanneld/pkg/endpoint"
+	"github.com/flanneld/flanneld/pkg/base/endpoint"
 )
 
 // leaseData is a lease's backend data for one family: the JSON object of upstream flannel's

@@ -7,8 +7,8 @@ import (
 	"slices"
 	"sync"
 
-	"github.com/flanneld/flanneld/pkg/oneline"
-	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 )
 
 // Host contains the WireGuard devices that run in this process. They outlive a network: when a

@@ -8,8 +8,8 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 )
 
 // TestHost checks which devices a network takes over from the network before, and which devices

@@ -13,8 +13,8 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/backend/wireguard/discovery"
-	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/backend/wireguard/internal/discovery"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
 const (

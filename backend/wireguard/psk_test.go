@@ -14,7 +14,7 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/textlogger"
 
-	"github.com/flanneld/flanneld/backend/wireguard/discovery"
+	"github.com/flanneld/flanneld/backend/wireguard/internal/discovery"
 )
 
 // TestSecret checks when a preshared key counts as new: after a start or a change, until all

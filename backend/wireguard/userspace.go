@@ -16,7 +16,7 @@ import (
 	"golang.zx2c4.com/wireguard/tun"
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 )
 
 // socketDir is the folder in which wg(8) and wgctrl search for devices in user space (the

@@ -34,9 +34,9 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/backend/wireguard/discovery"
-	"github.com/flanneld/flanneld/pkg/dataplane"
-	"github.com/flanneld/flanneld/pkg/endpoint"
+	"github.com/flanneld/flanneld/backend/wireguard/internal/discovery"
+	"github.com/flanneld/flanneld/pkg/base/endpoint"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/subnet"
 )
 

@@ -12,7 +12,7 @@ import (
 
 	"github.com/containernetworking/cni/pkg/types"
 
-	"github.com/flanneld/flanneld/pkg/subnetfile"
+	"github.com/flanneld/flanneld/pkg/base/subnetfile"
 )
 
 // Defaults of the configuration.

@@ -8,7 +8,7 @@ import (
 	"github.com/containernetworking/cni/pkg/skel"
 	cni "github.com/containernetworking/cni/pkg/version"
 
-	"github.com/flanneld/flanneld/pkg/version"
+	"github.com/flanneld/flanneld/pkg/base/version"
 )
 
 func main() {

@@ -6,7 +6,7 @@ import (
 	"encoding/json"
 	"net/netip"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // withGateways adds a gateway to each route of result that has none. It takes the gateway of

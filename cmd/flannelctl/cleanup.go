@@ -8,7 +8,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/flanneld/flanneld/pkg/daemon"
-	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 func newCleanupCommand() *cobra.Command {

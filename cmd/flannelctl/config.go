@@ -18,11 +18,10 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/builtin"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/daemon"
-	"github.com/flanneld/flanneld/pkg/daemon/network"
+	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
@@ -83,7 +82,7 @@ standard input (-) or, without an argument, the store.`,
 			if err != nil {
 				return err
 			}
-			return network.CheckRanges(cmd.Context(), cfg, subnet.Config{}, externalInterface(cmd.Context(), cfg), o.EtcdEndpoints)
+			return daemon.CheckRanges(cmd.Context(), cfg, externalInterface(cmd.Context(), cfg), o.EtcdEndpoints)
 		},
 	}
 }
@@ -173,7 +172,7 @@ func checkConfig(cmd *cobra.Command, text []byte, pools bool) (subnet.Config, er
 	if err != nil {
 		return subnet.Config{}, err
 	}
-	cfg, warnings, err := daemon.ValidateConfig(text, pools, backends.Registry)
+	cfg, _, warnings, err := daemon.ValidateConfig(text, pools, backends.Registry)
 	for _, w := range warnings {
 		fmt.Fprintln(cmd.ErrOrStderr(), "warning:", w)
 	}

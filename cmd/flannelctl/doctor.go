@@ -11,9 +11,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/flanneld/flanneld/pkg/doctor"
-	"github.com/flanneld/flanneld/pkg/doctor/linux"
-	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/report/doctor"
+	"github.com/flanneld/flanneld/pkg/report/doctor/linux"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 func newDoctorCommand(h host) *cobra.Command {

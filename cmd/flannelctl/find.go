@@ -17,10 +17,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/subnetfile"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/status"
-	"github.com/flanneld/flanneld/pkg/subnetfile"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 

@@ -14,7 +14,7 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // listenAt is the variable that makes this program a daemon that answers nothing on its socket.

@@ -13,12 +13,12 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/statefile"
+	"github.com/flanneld/flanneld/pkg/base/subnetfile"
+	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/state"
-	"github.com/flanneld/flanneld/pkg/status"
-	"github.com/flanneld/flanneld/pkg/subnetfile"
-	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 func newInterfaceCommand(h host) *cobra.Command {
@@ -120,7 +120,7 @@ func (l localChoice) choose(ctx context.Context, opts options.Options) ([]status
 	}
 
 	// A daemon that ran here before has written its choice.
-	last, err := state.Read[struct{ Interface underlay.Interface }](opts.StateDir, opts.StateName())
+	last, err := statefile.Read[struct{ Interface underlay.Interface }](opts.StateDir, opts.StateName())
 	if err == nil {
 		o.InUse = last.Interface
 	}

@@ -10,7 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/flanneld/flanneld/pkg/version"
+	"github.com/flanneld/flanneld/pkg/base/version"
 )
 
 func run(t *testing.T, args ...string) (stdout string, err error) {

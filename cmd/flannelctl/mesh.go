@@ -11,7 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/flanneld/flanneld/pkg/mesh"
+	"github.com/flanneld/flanneld/pkg/report/mesh"
 	"github.com/flanneld/flanneld/subnet"
 )
 

@@ -19,7 +19,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/mesh"
+	"github.com/flanneld/flanneld/pkg/report/mesh"
 )
 
 // TestHostileHosts checks that each bad answer of a host is recorded as the problem of that host: an

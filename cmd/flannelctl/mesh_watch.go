@@ -11,8 +11,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/mesh"
-	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/report/mesh"
 )
 
 const (

@@ -17,9 +17,9 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/status"
-	"github.com/flanneld/flanneld/pkg/underlay"
-	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/kernel/underlay"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/kube"

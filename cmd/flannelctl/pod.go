@@ -24,12 +24,12 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/flanneld/flanneld/pkg/doctor"
-	"github.com/flanneld/flanneld/pkg/oneline"
-	"github.com/flanneld/flanneld/pkg/paths"
-	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/status"
-	"github.com/flanneld/flanneld/pkg/subnetfile"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/subnetfile"
+	"github.com/flanneld/flanneld/pkg/probe/paths"
+	"github.com/flanneld/flanneld/pkg/report/doctor"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // podFlags are the flags of check --pod.

@@ -14,15 +14,15 @@ import (
 	"strings"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/daemon/network"
-	"github.com/flanneld/flanneld/pkg/doctor"
-	"github.com/flanneld/flanneld/pkg/doctor/linux"
-	"github.com/flanneld/flanneld/pkg/firewall/iptables"
-	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/subnetfile"
+	"github.com/flanneld/flanneld/pkg/daemon"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall/iptables"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall/nftables"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/status"
-	"github.com/flanneld/flanneld/pkg/subnetfile"
+	"github.com/flanneld/flanneld/pkg/report/doctor"
+	"github.com/flanneld/flanneld/pkg/report/doctor/linux"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube"
 )
@@ -215,12 +215,12 @@ func (o storeOptions) examineStore(ctx context.Context, fail func(string, error,
 	if err != nil {
 		return p, err
 	}
-	cfg, be, _, err := network.Validate("", text, !o.KubeSubnetMgr, backends.Registry)
+	cfg, be, _, err := daemon.ValidateConfig(text, !o.KubeSubnetMgr, backends.Registry)
 	if err != nil {
 		return p, fmt.Errorf("the network configuration is invalid: %w", err)
 	}
 	if !o.KubeSubnetMgr {
-		err := network.CheckRanges(ctx, cfg, subnet.Config{}, externalInterface(ctx, cfg), o.EtcdEndpoints)
+		err := daemon.CheckRanges(ctx, cfg, externalInterface(ctx, cfg), o.EtcdEndpoints)
 		fail("the network configuration is refused on this host", err, "choose another Network")
 	}
 	return plan{cfg, backend.Ports(be)}, nil

@@ -13,8 +13,8 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/flanneld/flanneld/pkg/paths"
-	"github.com/flanneld/flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/pkg/probe/paths"
+	"github.com/flanneld/flanneld/pkg/probe/ping"
 )
 
 // reach is what passes from a pod to a target.

@@ -7,7 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/flanneld/flanneld/pkg/version"
+	"github.com/flanneld/flanneld/pkg/base/version"
 )
 
 func newRoot(h host) *cobra.Command {

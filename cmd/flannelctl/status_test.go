@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 func TestFirewall(t *testing.T) {

@@ -24,10 +24,10 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/flanneld/flanneld/pkg/doctor/linux"
-	"github.com/flanneld/flanneld/pkg/firewall/iptables"
-	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall/iptables"
+	"github.com/flanneld/flanneld/pkg/report/doctor/linux"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 const (

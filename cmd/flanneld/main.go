@@ -16,11 +16,11 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend/builtin"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/tune"
+	"github.com/flanneld/flanneld/pkg/base/version"
 	"github.com/flanneld/flanneld/pkg/daemon"
-	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/tune"
-	"github.com/flanneld/flanneld/pkg/version"
 )
 
 // The exit codes.

@@ -12,7 +12,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
 // A call that the cloud refuses because there were too many is repeated with pauses that

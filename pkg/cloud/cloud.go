@@ -25,7 +25,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // Route is a route in a table of the cloud.

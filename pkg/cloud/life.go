@@ -9,7 +9,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // A route that no host needs stays for a grace period, because the lease of a host that has just started may arrive

@@ -9,8 +9,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix/prefixtest"
 )
 
 // byCall returns a route in table t1 that a call has made.

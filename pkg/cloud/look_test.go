@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
+	"github.com/flanneld/flanneld/pkg/base/prefix/prefixtest"
 )
 
 func TestCheckRanges(t *testing.T) {

@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"net/netip"
 
-	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 )
 
 // plan contains what one comparison wants: the routes, and the reasons why others are impossible.

@@ -7,7 +7,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // Report is the state of the routes to this host at the last comparison. Its slices are read-only.

@@ -15,14 +15,14 @@ import (
 	"strings"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
-	"github.com/flanneld/flanneld/pkg/daemon/ownership"
-	"github.com/flanneld/flanneld/pkg/dataplane"
-	"github.com/flanneld/flanneld/pkg/dataplane/linux"
-	"github.com/flanneld/flanneld/pkg/oneline"
-	"github.com/flanneld/flanneld/pkg/rules"
-	"github.com/flanneld/flanneld/pkg/state"
-	"github.com/flanneld/flanneld/pkg/subnetfile"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/statefile"
+	"github.com/flanneld/flanneld/pkg/base/subnetfile"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/ownership"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane/linux"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall/keeper"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -59,8 +59,8 @@ func (c Cleanup) Run(ctx context.Context) error {
 	}
 	var all []lastknown.State
 	for _, name := range names {
-		file, err := state.Open[lastknown.State](c.StateDir, name)
-		if errors.Is(err, state.ErrInUse) {
+		file, err := statefile.Open[lastknown.State](c.StateDir, name)
+		if errors.Is(err, statefile.ErrInUse) {
 			return fmt.Errorf("%w (%w)", ErrRuns, err)
 		}
 		if err != nil {
@@ -195,7 +195,7 @@ func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
 	if !c.Yes {
 		return nil
 	}
-	return rules.NewHost().Remove(ctx, networks)
+	return keeper.NewHost().Remove(ctx, networks)
 }
 
 // files removes the subnet files, private keys that flanneld has written elsewhere, and the

@@ -6,12 +6,12 @@ import (
 	"context"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/daemon/network"
-	"github.com/flanneld/flanneld/pkg/health"
-	"github.com/flanneld/flanneld/pkg/metrics"
+	"github.com/flanneld/flanneld/pkg/base/tune"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/network"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/status"
-	"github.com/flanneld/flanneld/pkg/tune"
+	"github.com/flanneld/flanneld/pkg/report/health"
+	"github.com/flanneld/flanneld/pkg/report/metrics"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // Config is what Run needs.

@@ -16,9 +16,9 @@ import (
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/daemon/network"
-	"github.com/flanneld/flanneld/pkg/health"
-	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/network"
+	"github.com/flanneld/flanneld/pkg/report/health"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // stopTimeout limits the time for which Run waits until its goroutines have returned. They

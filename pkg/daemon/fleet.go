@@ -14,14 +14,14 @@ import (
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
-	"github.com/flanneld/flanneld/pkg/daemon/network"
-	"github.com/flanneld/flanneld/pkg/health"
-	"github.com/flanneld/flanneld/pkg/metrics"
+	"github.com/flanneld/flanneld/pkg/base/statefile"
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/network"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/state"
-	"github.com/flanneld/flanneld/pkg/status"
-	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/report/health"
+	"github.com/flanneld/flanneld/pkg/report/metrics"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
@@ -71,7 +71,7 @@ func (f *fleet) recall() error {
 	}
 
 	for _, name := range names {
-		last, err := state.Read[lastknown.State](f.cfg.Options.StateDir, name)
+		last, err := statefile.Read[lastknown.State](f.cfg.Options.StateDir, name)
 		if err != nil || last.Name == "" || last.Prefix != parentPrefix(f.cfg.Options) {
 			continue // a damaged file is reported when the network is opened
 		}

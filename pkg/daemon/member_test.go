@@ -10,9 +10,9 @@ import (
 	"testing"
 
 	"github.com/flanneld/flanneld/backend/builtin"
-	"github.com/flanneld/flanneld/pkg/daemon/network"
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/network"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // TestMemberPhases refuses, uses and deletes configurations of one of several networks. Its summary must

@@ -9,10 +9,10 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
-	"github.com/flanneld/flanneld/pkg/daemon/network"
+	"github.com/flanneld/flanneld/pkg/base/statefile"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/network"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/state"
 )
 
 // leaveOtherMode removes what a daemon with the same store and files has left when it served several networks and this
@@ -25,7 +25,7 @@ func leaveOtherMode(ctx context.Context, h *network.Host, cfg Config) error {
 	}
 
 	for _, file := range names {
-		last, err := state.Read[lastknown.State](o.StateDir, file)
+		last, err := statefile.Read[lastknown.State](o.StateDir, file)
 		if err != nil {
 			continue // as if the host had no state; flannelctl cleanup reports the file
 		}
@@ -36,7 +36,7 @@ func leaveOtherMode(ctx context.Context, h *network.Host, cfg Config) error {
 
 		log := klog.FromContext(ctx).WithValues("network", last.Config.Prefixes())
 		switch err := retire(klog.NewContext(ctx, log), network.Config{Host: h, Options: former, Name: last.Name, Backends: cfg.Backends}); {
-		case errors.Is(err, state.ErrInUse):
+		case errors.Is(err, statefile.ErrInUse):
 			log.Info("another flanneld serves this network, so it stays", "subnetFile", former.SubnetFile)
 		case err != nil:
 			return fmt.Errorf("remove what a daemon with other --networks has left: %w", err)

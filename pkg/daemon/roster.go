@@ -9,8 +9,8 @@ import (
 	"slices"
 	"sync"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
 // roster records what each of several networks claims on this host, in the order in which they

@@ -12,10 +12,10 @@ import (
 	"testing"
 
 	"github.com/flanneld/flanneld/backend/builtin"
-	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
+	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/underlay"
-	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 

@@ -12,10 +12,10 @@ import (
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/health"
-	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/report/health"
+	"github.com/flanneld/flanneld/pkg/report/metrics"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // journalSize is the number of log lines on the status page.

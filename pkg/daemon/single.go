@@ -8,9 +8,9 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/daemon/network"
-	"github.com/flanneld/flanneld/pkg/metrics"
-	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/network"
+	"github.com/flanneld/flanneld/pkg/report/metrics"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // single is a daemon with one network, which has no name.

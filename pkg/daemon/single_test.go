@@ -6,7 +6,7 @@ import (
 	"errors"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // TestSingleHasNoNamedNetwork expects the error from which the page /statusz makes a 404.

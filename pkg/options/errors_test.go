@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/spell"
+	"github.com/flanneld/flanneld/pkg/base/spell"
 )
 
 func TestParseErrors(t *testing.T) {

@@ -6,8 +6,8 @@ import (
 	"net/netip"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/endpoint"
-	"github.com/flanneld/flanneld/pkg/tunnel"
+	"github.com/flanneld/flanneld/pkg/base/endpoint"
+	"github.com/flanneld/flanneld/pkg/kernel/tunnel"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
 )
 

@@ -14,8 +14,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/endpoint"
-	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/base/endpoint"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // The values of --nexthop-objects.

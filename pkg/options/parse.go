@@ -10,7 +10,7 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/flanneld/flanneld/pkg/spell"
+	"github.com/flanneld/flanneld/pkg/base/spell"
 )
 
 // envPrefix is the prefix of environment variables that set flags.

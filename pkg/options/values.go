@@ -20,7 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/util/validation"
 
-	"github.com/flanneld/flanneld/pkg/endpoint"
+	"github.com/flanneld/flanneld/pkg/base/endpoint"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
 )

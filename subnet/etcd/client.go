@@ -27,7 +27,7 @@ import (
 	grpcbackoff "google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
 
-	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
 // client owns the connection to etcd. It chooses the endpoint to connect to and the token of

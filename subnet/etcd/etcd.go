@@ -30,8 +30,7 @@ import (
 	"path"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/changes"
-	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -57,7 +56,7 @@ func newManager(cfg Config) *Manager {
 	cfg.TTL = time.Duration(math.Ceil(cfg.TTL.Seconds())) * time.Second
 	m := &Manager{
 		cfg: cfg, dir: path.Join(cfg.Prefix, "subnets") + "/", timing: defaultTiming(), wall: wall,
-		outage: outage.New("etcd", cfg.OnStatus), undecodable: changes.NewLimit(changes.Many), writing: make(chan struct{}, 1),
+		outage: loglimit.NewOutage("etcd", cfg.OnStatus), undecodable: loglimit.NewChanges(loglimit.Many), writing: make(chan struct{}, 1),
 	}
 
 	m.self.Store(&self{})

@@ -9,8 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/changes"
-	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -22,9 +21,9 @@ type Manager struct {
 	wall   func() time.Time // returns the present time without the reading of the monotonic clock
 	client *client
 	guest  bool // the connection belongs to another manager
-	outage *outage.Tracker
+	outage *loglimit.Outage
 	// undecodable limits the log lines about leases that cannot be read.
-	undecodable *changes.Limit
+	undecodable *loglimit.Changes
 
 	// writing guards own, unanswered and writes: it contains an element while a goroutine uses them.
 	writing    chan struct{}

@@ -7,7 +7,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
+	"github.com/flanneld/flanneld/pkg/base/prefix/prefixtest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )

@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/wait/waittest"
+	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 )
 
 // etcdReleases returns the programs of the etcds that hosts may use, by release: Debian's, those of

@@ -10,8 +10,8 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
-	"github.com/flanneld/flanneld/pkg/wait/waittest"
+	"github.com/flanneld/flanneld/pkg/base/prefix/prefixtest"
+	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )

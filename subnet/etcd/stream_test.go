@@ -14,7 +14,7 @@ import (
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"google.golang.org/grpc"
 
-	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
 // TestAwaitRevision expects that a stream counts as behind only if it does not reach the revision

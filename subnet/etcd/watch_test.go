@@ -18,8 +18,8 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/changes"
-	"github.com/flanneld/flanneld/pkg/wait/waittest"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
+	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -567,11 +567,11 @@ func TestGarbageDoesNotFillTheLog(t *testing.T) {
 	m := newManager(Config{})
 	ctx, book := withLog(t.Context())
 	good, bad := &entry{key: "10.5.1.0-24"}, &entry{key: "10.5.1.0-24", err: errors.New("wrong")}
-	for range 2 * changes.Many {
+	for range 2 * loglimit.Many {
 		m.logUndecodable(ctx, good, bad)
 		m.logUndecodable(ctx, bad, good)
 	}
-	if n := len(book.lines()); n != changes.Many {
-		t.Errorf("%d lines, want %d", n, changes.Many)
+	if n := len(book.lines()); n != loglimit.Many {
+		t.Errorf("%d lines, want %d", n, loglimit.Many)
 	}
 }

@@ -13,7 +13,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
-	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
+	"github.com/flanneld/flanneld/pkg/base/prefix/prefixtest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )

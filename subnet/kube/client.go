@@ -25,9 +25,9 @@ import (
 	"k8s.io/client-go/transport"
 	"k8s.io/client-go/util/connrotation"
 
-	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
 
 // The forms in which objects are requested. Metadata does not contain spec and status, which are most

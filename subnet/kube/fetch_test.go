@@ -18,11 +18,11 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
-	"github.com/flanneld/flanneld/subnet/kube/wire"
-	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire/wiretest"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
@@ -123,7 +123,7 @@ func (c *countingServer) times() []time.Time {
 func emulated(name string, nodes int, c *countingServer) *Manager {
 	m := &Manager{
 		client: &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
-		outage: outage.New("the API", nil), keys: defaultKeys(), decoder: newDecoder(defaultKeys()),
+		outage: loglimit.NewOutage("the API", nil), keys: defaultKeys(), decoder: newDecoder(defaultKeys()),
 		timing: timing{request: time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second, requestPause: 100 * time.Microsecond, event: 10 * time.Millisecond},
 	}
 	m.name.Store(&name)
@@ -285,7 +285,7 @@ func TestProbe(t *testing.T) {
 		}}
 		m := emulated("n0", 1, c)
 		var statuses []error
-		m.outage = outage.New("the API", func(err error) { statuses = append(statuses, err) })
+		m.outage = loglimit.NewOutage("the API", func(err error) { statuses = append(statuses, err) })
 		m.timing.silence, m.timing.late = 2*time.Minute, 10*time.Second
 		cache := &nodeCache{own: "n0", revision: 7}
 		p := newProbe(m, cache)

@@ -32,8 +32,8 @@ import (
 	"errors"
 	"fmt"
 
-	"github.com/flanneld/flanneld/pkg/outage"
-	"github.com/flanneld/flanneld/pkg/version"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
+	"github.com/flanneld/flanneld/pkg/base/version"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
 )
@@ -62,7 +62,7 @@ func New(cfg Config) (*Manager, error) {
 	}
 	k := annotation.NewKeys(p)
 	m := &Manager{
-		cfg: cfg, client: c, keys: k, decoder: newDecoder(k).WithLabel(cfg.LocationLabel), outage: outage.New("the Kubernetes API", cfg.OnStatus),
+		cfg: cfg, client: c, keys: k, decoder: newDecoder(k).WithLabel(cfg.LocationLabel), outage: loglimit.NewOutage("the Kubernetes API", cfg.OnStatus),
 		timing: defaultTiming(),
 	}
 

@@ -24,10 +24,10 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
-	"github.com/flanneld/flanneld/pkg/wait/waittest"
+	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/kube/wire"
-	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire/wiretest"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 

@@ -7,10 +7,10 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
-	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
 
 // Manager is a subnet.Manager on the Kubernetes API. It is safe for concurrent use.
@@ -20,7 +20,7 @@ type Manager struct {
 	client  *client
 	keys    *annotation.Keys
 	decoder *wire.Decoder
-	outage  *outage.Tracker
+	outage  *loglimit.Outage
 	events  *eventSender
 
 	name atomic.Pointer[string] // name of this host's Node; nil until it is known

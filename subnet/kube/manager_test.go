@@ -22,10 +22,10 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
-	"github.com/flanneld/flanneld/pkg/outage"
-	"github.com/flanneld/flanneld/pkg/wait/waittest"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
+	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
@@ -784,7 +784,7 @@ func TestReconnectIsNoRecovery(t *testing.T) {
 			statuses, asked := make(chan error, 100), make(chan struct{}, 100)
 			m := f.manager(t, "n1", func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
 			own := acquire(t, m, vxlanClaim("192.0.2.1"))
-			m.outage = outage.New("the Kubernetes API", func(err error) { statuses <- err })
+			m.outage = loglimit.NewOutage("the Kubernetes API", func(err error) { statuses <- err })
 			m.timing.request = time.Second
 			p.answer(func(_ http.ResponseWriter, r *http.Request) bool {
 				if requestsNode(r, "n1") {

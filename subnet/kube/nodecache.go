@@ -15,11 +15,11 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/changes"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
-	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
 
 // nodeCache is the copy of all Nodes that Watch keeps. In comments, "the server's cache" is the API
@@ -30,7 +30,7 @@ type nodeCache struct {
 	entries map[string]*entry // by name; nil if nothing is known
 	store   subnet.StoreID
 	// problems limits the log lines about Nodes that cannot be read.
-	problems *changes.Limit
+	problems *loglimit.Changes
 	// revision is the revision up to which the cache has all events; 0: the Nodes must be listed.
 	revision    int64
 	listed      bool // this process has listed the Nodes

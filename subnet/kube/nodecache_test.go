@@ -21,10 +21,10 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
-	"github.com/flanneld/flanneld/pkg/changes"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/kube/wire"
-	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire/wiretest"
 )
 
 // newNode returns a Node. created is the time of its creation, in seconds since 1970, and also its
@@ -187,13 +187,13 @@ func TestNodesDoNotFillTheLog(t *testing.T) {
 	ctx := klog.NewContext(t.Context(), logger)
 	cache := (&Manager{}).newNodeCache(ctx)
 	good, bad := &entry{}, &entry{err: errors.New("wrong")}
-	for range 2 * changes.Many {
+	for range 2 * loglimit.Many {
 		cache.logUnreadable(ctx, "n1", good, bad)
 		cache.logUnreadable(ctx, "n1", bad, good)
 	}
 	log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
-	if n := strings.Count(log, "n1"); n != changes.Many {
-		t.Errorf("%d lines, want %d", n, changes.Many)
+	if n := strings.Count(log, "n1"); n != loglimit.Many {
+		t.Errorf("%d lines, want %d", n, loglimit.Many)
 	}
 }
 

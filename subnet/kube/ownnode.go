@@ -8,10 +8,10 @@ import (
 	"slices"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
-	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
 
 // ownNode is a Node as it was at one moment, usually the own one.

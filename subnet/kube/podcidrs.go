@@ -8,7 +8,7 @@ import (
 	"net/netip"
 
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
 
 // errNoPodCIDR means that the API has not given the Node its subnets yet.

@@ -10,8 +10,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 
-	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
-	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/pkg/base/prefix/prefixtest"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
 
 func TestPodCIDRs(t *testing.T) {

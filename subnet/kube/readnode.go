@@ -10,7 +10,7 @@ import (
 	"net/url"
 	"time"
 
-	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
 
 // readNode requests one Node in the state of revision or a later one, or of the present if it is 0.

@@ -13,16 +13,16 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/changes"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
-	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
 
 // newNodeCache returns a cache that contains the last known state. The cache is empty if there is
 // none, if an earlier call has used it, or if the configuration cannot be read.
 func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
-	cache := &nodeCache{keys: m.keys, problems: changes.NewLimit(changes.Many)}
+	cache := &nodeCache{keys: m.keys, problems: loglimit.NewChanges(loglimit.Many)}
 	f := m.lastKnown.Swap(nil)
 	cfg, err := m.Config(ctx)
 	if f == nil || f.known.Store.ID == "" || err != nil {

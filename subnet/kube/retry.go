@@ -7,7 +7,7 @@ import (
 	"errors"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
 // The activities whose outcome the Manager reports to its outage.Tracker.

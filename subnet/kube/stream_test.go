@@ -14,8 +14,8 @@ import (
 	"testing/iotest"
 	"testing/synctest"
 
-	"github.com/flanneld/flanneld/subnet/kube/wire"
-	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire/wiretest"
 )
 
 // answersAtTheEnd answers a request when the context of the request ends.

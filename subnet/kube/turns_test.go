@@ -22,9 +22,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire/wiretest"
 )
 
 // crowd stands for an API server that many hosts ask.
@@ -98,7 +98,7 @@ func (c *crowd) watching(ctx context.Context, hosts int) {
 		name := fmt.Sprintf("n%d", n)
 		m := &Manager{
 			client: &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
-			outage: outage.New("the API", nil), decoder: newDecoder(defaultKeys()),
+			outage: loglimit.NewOutage("the API", nil), decoder: newDecoder(defaultKeys()),
 			timing: timing{
 				request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 				spread: time.Millisecond, silence: time.Hour, late: time.Hour, audit: time.Hour,

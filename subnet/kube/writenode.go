@@ -11,11 +11,11 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/oneline"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
-	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
 
 // wanted returns the annotations with which the Node s publishes c. Addresses in the annotations

@@ -11,8 +11,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/wait"
-	"github.com/flanneld/flanneld/pkg/wait/waittest"
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 )
 

@@ -23,7 +23,7 @@ import (
 	"github.com/flanneld/flanneld/backend/tencentvpc"
 	"github.com/flanneld/flanneld/backend/tencentvpc/tencenttest"
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/test/must"
 )

@@ -15,7 +15,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/test/lab"
 	"github.com/flanneld/flanneld/test/must"
 )

@@ -14,7 +14,7 @@ import (
 
 	"github.com/vishvananda/netlink"
 
-	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 	"github.com/flanneld/flanneld/test/must"

@@ -12,7 +12,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 	"github.com/flanneld/flanneld/test/must"

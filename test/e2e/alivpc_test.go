@@ -11,8 +11,8 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend/alivpc/alitest"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
-	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // ali simulates Alibaba Cloud. It implements testCloud.

@@ -12,8 +12,8 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend/awsvpc/ec2test"
-	"github.com/flanneld/flanneld/pkg/ping"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/probe/ping"
 )
 
 // ec2 simulates EC2. It implements testCloud.

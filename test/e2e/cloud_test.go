@@ -13,8 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
-	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/test/lab"
 )
 

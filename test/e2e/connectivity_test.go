@@ -10,8 +10,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/ping"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/test/lab"
 )
 

@@ -12,8 +12,8 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend/gce/gcetest"
-	"github.com/flanneld/flanneld/pkg/ping"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/probe/ping"
 )
 
 // gce simulates Google Cloud. It implements testCloud.

@@ -24,8 +24,8 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
 	"github.com/flanneld/flanneld/backend/builtin"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 	"github.com/flanneld/flanneld/test/lab"

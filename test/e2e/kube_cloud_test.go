@@ -11,7 +11,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/flanneld/flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/test/lab"
 )
 

@@ -14,7 +14,7 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/test/lab"
 )
 

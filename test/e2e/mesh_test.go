@@ -14,8 +14,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/mesh"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/report/mesh"
 	"github.com/flanneld/flanneld/test/lab"
 )
 

@@ -11,8 +11,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 
-	"github.com/flanneld/flanneld/pkg/ping"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/test/lab"
 )
 

@@ -12,8 +12,8 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend/awsvpc/ec2test"
-	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/test/lab"
 )
 

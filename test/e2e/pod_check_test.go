@@ -16,7 +16,7 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/test/lab"
 )
 

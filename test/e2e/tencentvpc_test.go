@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend/tencentvpc/tencenttest"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // tencent simulates Tencent Cloud. It implements testCloud. The target of a route is an address of the instance.

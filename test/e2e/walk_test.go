@@ -22,9 +22,9 @@ import (
 	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
-	"github.com/flanneld/flanneld/pkg/ping"
-	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/probe/ping"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/test/lab"
 )

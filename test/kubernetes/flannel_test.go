@@ -16,7 +16,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 const version = "test" // tag of the daemon's image

@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // allTests is a pattern for Kubernetes' conformance tests of the network. testCount is how

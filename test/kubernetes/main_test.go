@@ -42,7 +42,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/flanneld/flanneld/pkg/wait/waittest"
+	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/test/lab"
 )
 

@@ -19,7 +19,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // Prefix is the etcd prefix of a lab's network. It is flanneld's default.

@@ -9,9 +9,9 @@ import (
 	"sync"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/ping"
-	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/probe/ping"
 )
 
 // Cell is the connectivity from one pod to another in one address family. RTT and BitsPerSecond are

@@ -9,7 +9,7 @@ import (
 	"net/netip"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/pkg/probe/ping"
 )
 
 // Ping sends one echo request from the namespace and returns the round-trip time.

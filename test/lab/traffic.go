@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 // connection contains both ends of a TCP connection between two pods: near at the pod that opened

@@ -10,9 +10,9 @@ import (
 	"sync"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // Memory is a Cloud in memory, for tests of the users of a Cloud. It passes the suite. Tests must use

@@ -14,8 +14,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
 // Timeout limits the time of one call.

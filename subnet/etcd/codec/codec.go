@@ -11,8 +11,8 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/flanneld/flanneld/pkg/plainjson"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/plainjson"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
 )
 

@@ -11,8 +11,8 @@ import (
 	"regexp"
 	"strings"
 
-	"github.com/flanneld/flanneld/pkg/oneline"
-	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
 )
 

@@ -12,7 +12,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 
-	"github.com/flanneld/flanneld/pkg/prefix/prefixtest"
+	"github.com/flanneld/flanneld/pkg/base/prefix/prefixtest"
 	"github.com/flanneld/flanneld/subnet"
 )
 

@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package network
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/go-logr/logr/funcr"
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend/builtin"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/report/status"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+func TestConfigWatch(t *testing.T) {
+	const used = `{"Network":"10.5.0.0/16"}`
+	all, err := builtin.New(options.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	k := newConfigWatch(false, func(text []byte) (subnet.Config, error) {
+		cfg, _, _, err := Validate("", text, true, all.Registry)
+		return cfg, err
+	}, nil)
+	cfg, err := subnet.ParseConfig([]byte(used))
+	if err != nil {
+		t.Fatal(err)
+	}
+	k.use(cfg)
+	for _, step := range []struct{ text, want string }{
+		{used, ""},
+		{"", "there is no configuration any more"},
+		{"{", "invalid"},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":99999}}`, "Backend.Port is 99999"},
+		{`{"Network":"10.5.0.0/29"}`, "too small"},
+		{used, ""},
+	} {
+		var text []byte
+		if step.text != "" {
+			text = []byte(step.text)
+		}
+		k.apply(t.Context(), text)
+		if got := k.restartNeeded(); !strings.Contains(got, step.want) || (step.want == "") != (got == "") {
+			t.Errorf("after %q: %q, want %q", step.text, got, step.want)
+		}
+		if next, _ := k.next(); next != nil {
+			t.Fatalf("after %q the daemon would end", step.text)
+		}
+	}
+	k.apply(t.Context(), []byte(`{"Network":"10.6.0.0/16"}`))
+	if err := k.exit(t.Context()); !errors.Is(err, ErrConfigChanged) || !strings.Contains(err.Error(), "10.6.0.0/16") {
+		t.Errorf("exit: %v", err)
+	}
+}
+
+// TestConfigWatchHiddenValue corrects a secret value in a configuration that did not start. The text of
+// the changes hides such values, so it stays the same. next must return the configuration again.
+func TestConfigWatchHiddenValue(t *testing.T) {
+	w := newConfigWatch(true, func(text []byte) (subnet.Config, error) {
+		cfg, err := subnet.ParseConfig(text)
+		return cfg, err
+	}, nil)
+	used, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.use(used)
+	w.apply(t.Context(), []byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"wireguard","PSK":"first"}}`))
+	first, changed := w.next()
+	w.giveUp(t.Context(), *first, errors.New("does not start"))
+	w.apply(t.Context(), []byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"wireguard","PSK":"second"}}`))
+	select {
+	case <-changed:
+	default:
+		t.Error("the corrected configuration has woken nothing")
+	}
+	if next, _ := w.next(); next == nil || w.refusal() != "" {
+		t.Errorf("next %v, refusal %q, want the corrected configuration", next, w.refusal())
+	}
+}
+
+// TestConfigWatchRefusesTheFirst lets a start refuse the configuration that the store had. next must return
+// that configuration, because a later attempt may succeed. If the watch has reported a newer configuration
+// by then, next must return the newer one, and there must be no refusal.
+func TestConfigWatchRefusesTheFirst(t *testing.T) {
+	parse := func(text string) subnet.Config {
+		cfg, err := subnet.ParseConfig([]byte(text))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return cfg
+	}
+	const used, first, newer = `{"Network":"10.5.0.0/16"}`, `{"Network":"10.6.0.0/16"}`, `{"Network":"10.7.0.0/16"}`
+	for name, tt := range map[string]struct{ text, next, refusal string }{
+		"the watch has not read it yet": {"", "10.6.0.0/16", "does not start"},
+		"the watch has read it":         {first, "10.6.0.0/16", "does not start"},
+		"a newer one":                   {newer, "10.7.0.0/16", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newConfigWatch(true, func(text []byte) (subnet.Config, error) { return parse(string(text)), nil }, nil)
+			if tt.text != "" {
+				w.apply(t.Context(), []byte(tt.text))
+			}
+			w.use(parse(used))
+			w.refuseFirst(t.Context(), parse(first), errors.New("does not start"))
+			next, _ := w.next()
+			if next == nil || next.Networks[0].Prefix.String() != tt.next || w.refusal() != tt.refusal {
+				t.Errorf("next %v, refusal %q, want %s, %q", next, w.refusal(), tt.next, tt.refusal)
+			}
+		})
+	}
+}
+
+// TestConfigWatchFollows checks that next returns each usable configuration as soon as the store has it,
+// and that there is a refusal until the next usable configuration.
+func TestConfigWatchFollows(t *testing.T) {
+	parse := func(text []byte) (subnet.Config, error) {
+		cfg, err := subnet.ParseConfig(text)
+		return cfg, err
+	}
+	const used, other, third = `{"Network":"10.5.0.0/16"}`, `{"Network":"10.6.0.0/16"}`, `{"Network":"10.7.0.0/16"}`
+	var warnings []string
+	w := newConfigWatch(true, parse, func(_, message string) { warnings = append(warnings, message) })
+	cfg, err := parse([]byte(used))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.use(cfg)
+	expect := func(what, next, refusal string) {
+		t.Helper()
+		got := ""
+		if cfg, _ := w.next(); cfg != nil {
+			got = cfg.Networks[0].Prefix.String()
+		}
+		if got != next || !strings.Contains(w.refusal(), refusal) || (refusal == "") != (w.refusal() == "") || w.restartNeeded() != "" {
+			t.Errorf("%s: next %q, refusal %q, restart needed %q, want %q, %q and none", what, got, w.refusal(), w.restartNeeded(), next, refusal)
+		}
+	}
+	_, changed := w.next()
+	w.apply(t.Context(), []byte(other))
+	<-changed
+	expect("another configuration", "10.6.0.0/16", "")
+	w.apply(t.Context(), []byte("{"))
+	expect("an invalid one", "", "invalid")
+	w.apply(t.Context(), []byte(other))
+	expect("the other one again", "10.6.0.0/16", "")
+	now, _ := w.next()
+	w.refuse(t.Context(), *now, errors.New("no address"))
+	w.refuse(t.Context(), *now, subnet.ErrNoSubnets)
+	expect("it was refused", "10.6.0.0/16", "out of subnets")
+	w.apply(t.Context(), []byte(third))
+	expect("a third one", "10.7.0.0/16", "")
+	w.refuse(t.Context(), *now, subnet.ErrNoSubnets)
+	expect("a refusal that comes late", "10.7.0.0/16", "")
+	now, _ = w.next()
+	w.giveUp(t.Context(), *now, errors.New("does not start"))
+	expect("the third one did not start", "", "does not start")
+	w.apply(t.Context(), []byte(third))
+	expect("it is written again without a change", "", "does not start")
+	w.apply(t.Context(), []byte(used))
+	expect("the one in use", "", "")
+	w.apply(t.Context(), []byte(third))
+	expect("the third one again", "10.7.0.0/16", "")
+	now, _ = w.next()
+	w.use(*now)
+	expect("it is in use", "", "")
+	if len(warnings) != 3 {
+		t.Errorf("warnings %q, want one for each refusal", warnings)
+	}
+}
+
+// TestConfigWatchWarns checks that warnings about a configuration are logged in one line, even if nothing
+// else has changed, and not again until they differ.
+func TestConfigWatchWarns(t *testing.T) {
+	all, err := builtin.New(options.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var lines []string
+	ctx := klog.NewContext(t.Context(), funcr.New(func(_, line string) { lines = append(lines, line) }, funcr.Options{}))
+	w := newConfigWatch(true, storeOpener{backends: all.Registry}.validate, nil)
+	used, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.use(used)
+	for _, step := range []struct {
+		text string
+		want []string // parts of the line; nil if there is none
+	}{
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`, nil},
+		{`{"Network":"10.5.0.0/16","SubnetLength":26,"Backend":{"Type":"vxlan"}}`, []string{"SubnetLength", "SubnetLen"}},
+		{`{"SubnetLength":25,"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`, nil},
+		{`{"Network":"10.5.0.0/16","EnableNFtable":true,"Backend":{"Type":"vxlan","Prot":1}}`, []string{"EnableNFTables", "Prot", "Port"}},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"udp"},"backend":{"Type":"vxlan"}}`, []string{"Backend", "backend", "counts"}},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7,"VNI":1}}`, []string{"VNI", "more than once", "the network configuration has changed"}},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":1}}`, nil},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7,"VNI":1}}`, []string{"more than once"}},
+	} {
+		lines = nil
+		w.apply(ctx, []byte(step.text))
+		text := strings.Join(lines, "\n")
+		for _, want := range step.want {
+			if !strings.Contains(text, want) {
+				t.Errorf("%s: no %q in the log:\n%s", step.text, want, text)
+			}
+		}
+		if got := strings.Count(text, "warning"); got != min(len(step.want), 1) {
+			t.Errorf("%s: %d lines with warnings:\n%s", step.text, got, text)
+		}
+	}
+}
+
+// TestConfigWatchOfLongTexts checks that a configuration with long texts and thousands of keys gives few
+// short log lines, and a short reason.
+func TestConfigWatchOfLongTexts(t *testing.T) {
+	all, err := builtin.New(options.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	long := strings.Repeat("x", 300_000)
+	var many strings.Builder
+	for i := range 20_000 {
+		fmt.Fprintf(&many, `"unknown%d":%d,`, i, i)
+	}
+	for name, config := range map[string]string{
+		"type":      `{"Network":"10.5.0.0/16","Backend":{"Type":"` + long + `"}}`,
+		"next type": `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"},"NextBackend":{"Type":"` + long + `"}}`,
+		"mode":      `{"Network":"10.5.0.0/16","Backend":{"Type":"udp","Mode":"` + long + `"}}`,
+		"keys":      `{"Network":"10.5.0.0/16","Backend":{` + many.String() + `"Type":"vxlan"}}`,
+	} {
+		var lines []string
+		logger := funcr.New(func(_, line string) { lines = append(lines, line) }, funcr.Options{})
+		ctx := klog.NewContext(t.Context(), status.NewJournal(1).Logger(logger))
+		w := newConfigWatch(true, storeOpener{backends: all.Registry}.validate, nil)
+		used, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.use(used)
+		w.apply(ctx, []byte(config))
+		if len(lines) == 0 || len(lines) > 2 {
+			t.Errorf("%s: %d lines", name, len(lines))
+		}
+		for _, text := range append(lines, w.refusal(), w.restartNeeded()) {
+			if len(text) > 1200 {
+				t.Errorf("%s: a text of %d bytes: %.100s", name, len(text), text)
+			}
+		}
+	}
+}
+
+// TestConfigWatchEndOfMigration checks what the network should use after the end of a migration. A daemon that
+// ends at a changed configuration must do so once, and not again at each start until it has left the former
+// backend.
+func TestConfigWatchEndOfMigration(t *testing.T) {
+	const during, after = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"},"NextBackend":{"Type":"host-gw"}}`, `{"Network":"10.5.0.0/16","Backend":{"Type":"host-gw"}}`
+	w := newConfigWatch(true, subnet.ParseConfig, nil)
+	used := parseConfig(t, during)
+	w.use(used)
+	w.apply(t.Context(), []byte(after))
+	next, _ := w.next()
+	if next == nil || next.Stage != subnet.Finished {
+		t.Fatalf("after the end the network should use %+v, want both backends", next)
+	}
+	for _, cfg := range []subnet.Config{*next, next.Step(), next.Goal()} {
+		w.use(cfg)
+		if next, _ := w.next(); next != nil || w.restartNeeded() != "" || w.refusal() != "" {
+			t.Errorf("in stage %q the network should use %+v, %q", cfg.Stage, next, w.restartNeeded())
+		}
+	}
+	w.use(*next)
+	w.apply(t.Context(), []byte(during))
+	if next, _ = w.next(); next == nil || next.Stage != "" || !next.Migrates() {
+		t.Errorf("when the end is taken back, the network should use %+v", next)
+	}
+}

@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package network serves one flat network on this host. network.go contains the sequence from the start to
+// the end: startup.go obtains configuration, interface and lease, resume.go serves from the last known state
+// meanwhile, move.go follows the store and the external interface, and change.go follows the network
+// configuration. runner.go starts the sessions for all of them, from the parts in parts.go. phase.go has the
+// phases of a network, and report.go describes the network to operators. A file refers only to files below it in
+// this order: network, startup, resume, move, change, runner, publish and what they use; nothing refers
+// back.
+package network
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"slices"
+	"sync"
+
+	"golang.org/x/sync/errgroup"
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/base/subnetfile"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/ownership"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane/linux"
+	"github.com/flanneld/flanneld/pkg/kernel/underlay"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/report/metrics"
+	"github.com/flanneld/flanneld/pkg/report/status"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd"
+)
+
+// Config is what Open needs.
+type Config struct {
+	Host    *Host
+	Options options.Options
+	Name    string // empty if it is the only network
+	// Backends returns the backends that the network may use.
+	Backends func(options.Options) (backend.Catalog, error)
+	// Progress gets the phases of the network.
+	Progress *Progress
+	// OpenStore opens the store of one of several networks, which share a connection to etcd. If
+	// it is nil, the options select the store.
+	OpenStore func(etcd.Config) (Store, error)
+	// Announce is called once, when the network is ready for the first time. It may be nil.
+	Announce func(context.Context)
+	// Others returns the prefixes of the daemon's other networks, and a channel that is closed when
+	// these prefixes change. Packets to them are not masqueraded. The field is nil if there are no
+	// other networks, or if their prefixes are not exempt from masquerading.
+	Others func() ([]netip.Prefix, <-chan struct{})
+	// Claims is called with everything that the network claims on this host from then on. The network
+	// calls it before it begins to use a configuration, and when it needs less than before, such as after
+	// it has removed objects of a former configuration. The first Claimed is the configuration that the
+	// network uses or is about to use. Claims returns an error if another network claims something that
+	// this network has not claimed yet. This network then does not use the configuration. Claims may be
+	// nil.
+	Claims func([]Claimed) error
+}
+
+// Network is one flat network on this host.
+type Network struct {
+	*runner
+	reports reporter
+	source  metrics.Source
+	opened  closers
+}
+
+// closers release what Open has opened.
+type closers []func()
+
+func (c *closers) add(release func()) { *c = append(*c, release) }
+
+// close calls the closers, the last one first.
+func (c closers) close() {
+	for _, release := range slices.Backward(c) {
+		release()
+	}
+}
+
+// Open opens the kernel and the state file, and creates the backends and the connection to the store. It
+// starts nothing. The caller must call Close, unless Open returns an error.
+func Open(ctx context.Context, c Config) (n *Network, err error) {
+	opts := c.Options
+	var opened closers
+	defer func() {
+		if err != nil {
+			opened.close()
+		}
+	}()
+
+	kernel, err := linux.Open(linux.Options{NexthopObjects: opts.NexthopObjects == options.NexthopsAuto, Buffers: &c.Host.Buffers})
+	if err != nil {
+		return nil, err
+	}
+	opened.add(func() { _ = kernel.Close() })
+	state, past, err := lastknown.Open(ctx, opts)
+	if err != nil {
+		return nil, err
+	}
+	opened.add(state.Close)
+	past.Rules = append(past.Rules, subnetfile.Networks(opts.SubnetFile)...)
+	devices := ownership.NewLocks(opts.StateDir)
+	opened.add(devices.ReleaseAll)
+	catalog, err := c.Backends(opts)
+	if err != nil {
+		return nil, err
+	}
+	if catalog.Close != nil {
+		opened.add(catalog.Close) // Close calls it before devices.ReleaseAll, after which another daemon may take the devices
+	}
+
+	counters := metrics.New(c.Name, opts.Probe)
+	ready := newReadiness(opts, state.LeaseEnd, c.Announce)
+	store, config, err := storeOpener{opts, catalog.Registry, past, state, ready, counters}.open(ctx, c.OpenStore)
+	if err != nil {
+		return nil, err
+	}
+	opened.add(func() { _ = store.Close() })
+	r := &runner{parts: &parts{
+		host: c.Host, name: c.Name, opts: opts, kernel: kernel, devices: devices, catalog: catalog, state: state, past: past,
+		store: store, config: config, ready: ready, metrics: counters, rules: newRuleKeeper(c.Host.Firewall, opts, state, ready, counters),
+		others: c.Others, claims: c.Claims, progress: c.Progress,
+	}}
+
+	reports := reporter{
+		host: r.host, name: r.name, opts: r.opts, state: state, config: config, ready: ready, rules: r.rules, progress: r.progress,
+		serving: r.serving.Load, candidates: r.candidates,
+	}
+	return &Network{runner: r, reports: reports, source: counters.With(reports.values), opened: opened}, nil
+}
+
+// Close releases what Open and sessions have taken. The kernel stays unchanged.
+func (n *Network) Close() { n.opened.close() }
+
+// Shutdown lets the backends do what they must do on the host when the daemon stops, such as running
+// ShutdownCommand.
+func (n *Network) Shutdown(ctx context.Context) {
+	if n.catalog.Shutdown != nil {
+		n.catalog.Shutdown(ctx)
+	}
+}
+
+// Run starts the network and serves it until ctx ends. It then returns nil, even if the start was
+// not over, because the caller wanted that end. It returns an error earlier if the network cannot start or
+// go on. With --exit-on-config-change it returns ErrConfigChanged, wrapped, when the configuration has
+// changed.
+func (n *Network) Run(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
+	wg.Go(func() { _ = n.state.Run(ctx) })
+	wg.Go(func() { n.watchPods(ctx) })
+	return n.startAndServe(ctx)
+}
+
+func (n *Network) startAndServe(ctx context.Context) error {
+	start := newStartup(ctx, n.runner)
+	defer start.stop()
+	be, now, err := start.prepare(ctx)
+	for errors.Is(err, ErrConfigChanged) {
+		be, now, err = start.prepare(ctx)
+	}
+	if err != nil {
+		return ended(ctx, err)
+	}
+	start.stop()
+	s, err := n.serveFirst(ctx, be, now)
+	if err != nil {
+		return ended(ctx, err)
+	}
+	defer n.stopServing()
+
+	for {
+		last, next, err := n.serveUntilChange(ctx, s)
+		if next == nil || err != nil {
+			return err
+		}
+		if s, err = n.change(ctx, last, next); err != nil {
+			return ended(ctx, err)
+		}
+	}
+}
+
+// serveFirst starts the first session with the store's answers. If that session does not start, and
+// there was a session from the last known state with another configuration, serveFirst goes back to
+// the configuration of the last known state.
+func (n *Network) serveFirst(ctx context.Context, be backend.Backend, now lastknown.State) (*session, error) {
+	differs := n.differs(now.Config)
+	former, _ := n.state.Get()
+	s, err := n.serve(ctx, be, 0, func(to *lastknown.State) { *to = now })
+	if err == nil {
+		n.config.use(now.Config)
+		return s, nil
+	}
+	if ctx.Err() != nil || !differs {
+		return nil, err
+	}
+	n.config.use(former.Config)
+	n.config.refuseFirst(ctx, now.Config, err)
+	if !errors.Is(err, ownership.ErrInUse) { // after ErrInUse the network tries again: another process may release the device
+		n.config.giveUp(ctx, now.Config, err)
+	}
+	former.Peers = now.Peers
+	former.Fresh = nil
+	former.Recalled = false
+	return n.goBack(ctx, former, &change{config: now.Config, iface: now.Interface, own: &now.Own})
+}
+
+// errChange ends the goroutines of serveUntilChange when there is a change.
+var errChange = errors.New("the network changes to another configuration")
+
+// serveUntilChange serves the network with one configuration, beginning with session s. When the
+// network can change to another configuration, serveUntilChange returns this change and the last
+// session, which it leaves running. next is nil if ctx has ended, or with an error.
+func (n *Network) serveUntilChange(ctx context.Context, s *session) (last *session, next *change, err error) {
+	now := *s.begin.Load()
+	changed := make(chan underlay.Interface, 1)
+	group, attending := errgroup.WithContext(ctx)
+	group.Go(func() error {
+		return n.watchInterface(attending, n.underlayOptions(now.Config, now), now.Interface, changed)
+	})
+
+	group.Go(func() (err error) {
+		if last, next, err = n.work(ctx, attending, n.store, s, changed); next != nil {
+			return errChange
+		}
+		return err
+	})
+
+	group.Go(func() error { return ended(attending, n.store.Keep(attending, now.Own)) })
+	if s, ok := n.store.(subnet.Observer); ok && n.name != "" {
+		group.Go(func() error {
+			n.observe(attending, s, now.Own)
+			return nil
+		})
+	}
+
+	n.followConfig(attending, group)
+	if err = group.Wait(); errors.Is(err, errChange) {
+		return last, next, nil
+	}
+	return nil, nil, err
+}
+
+// followConfig makes group watch the configuration in the store, unless Manager.Watch does so
+// already. With --exit-on-config-change it makes group end the network when the configuration
+// has changed.
+func (n *Network) followConfig(ctx context.Context, group *errgroup.Group) {
+	if w, ok := n.store.(subnet.ConfigWatcher); ok {
+		group.Go(func() error {
+			return ended(ctx, w.WatchConfig(ctx, func(text []byte) { n.config.apply(ctx, text) }))
+		})
+	}
+	if n.opts.ExitOnConfigChange {
+		group.Go(func() error { return n.config.exit(ctx) })
+	}
+}
+
+// Configure tells the network the text of the configuration in the store. It is for one of several
+// networks, which do not watch their configurations themselves. Only one goroutine at a time may
+// call it.
+func (n *Network) Configure(ctx context.Context, text []byte) { n.config.apply(ctx, text) }
+
+// Refuse records why the configuration in the store cannot be used. It is for a caller that has
+// checked the configuration and logged the reason.
+func (n *Network) Refuse(why error) { n.config.recordRefusal(why) }
+
+// Refusal returns why the configuration in the store cannot be used, or "" if it can.
+func (n *Network) Refusal() string { return n.config.refusal() }
+
+// Retire removes everything that the network has on this host, and its lease in the store unless keep is set. The
+// caller must not have called Run.
+func (n *Network) Retire(ctx context.Context, keep bool) error { return n.retireAll(ctx, keep) }
+
+// Alive implements health.Source.
+func (n *Network) Alive() error { return n.ready.health.Alive() }
+
+// Ready implements health.Source.
+func (n *Network) Ready() (ready bool, reasons []string) { return n.ready.health.Ready() }
+
+// Up returns a channel that is closed when the network has become ready for the first time.
+func (n *Network) Up() <-chan struct{} { return n.ready.up }
+
+// WasReady reports whether Up is closed.
+func (n *Network) WasReady() bool { return n.ready.wasReady() }
+
+// StateIsWritten reports whether the state file is up to date. Before the network is ready it
+// returns true, because there is no need to wait then.
+func (n *Network) StateIsWritten() bool { return !n.WasReady() || n.state.Written() }
+
+// State returns the present state. ok is false before the first session.
+func (n *Network) State() (now lastknown.State, ok bool) { return n.state.Get() }
+
+// Metrics returns the metrics of the network.
+func (n *Network) Metrics() metrics.Source { return n.source }
+
+// Report returns the report for /statusz. It ignores the name of the network in q.
+func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, error) {
+	return n.reports.report(ctx, q)
+}
+
+// observe records the moment at which the store had the configuration of the network. It waits until the
+// store answers, and records nothing if the store does not have the configuration.
+func (p *parts) observe(ctx context.Context, store subnet.Observer, own subnet.Lease) {
+	seen, err := store.Observe(ctx, own)
+	switch {
+	case ctx.Err() != nil:
+	case err != nil:
+		klog.FromContext(ctx).Error(err, "cannot record that the store has the network configuration: a deletion while this host is down may not be noticed")
+	case seen != subnet.Observation{}:
+		p.state.Update(func(now *lastknown.State) { now.Seen = seen })
+	}
+}

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package network
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/time/rate"
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/tune"
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/ownership"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane/linux"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall/keeper"
+	"github.com/flanneld/flanneld/pkg/kernel/underlay"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/probe/pathmtu"
+	"github.com/flanneld/flanneld/pkg/probe/paths"
+	"github.com/flanneld/flanneld/pkg/report/metrics"
+	"github.com/flanneld/flanneld/pkg/report/status"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// Host is what a daemon has once, however many networks it serves.
+type Host struct {
+	Firewall *keeper.Host
+	Underlay *underlay.Reader
+	Buffers  linux.Buffers // for the kernel sockets of all networks
+	Journal  *status.Journal
+	Tuner    *tune.Tuner
+	Started  time.Time
+	Probes   *paths.Limit  // limits the probes of paths of all networks
+	PathMTUs *rate.Limiter // limits the probes of path MTUs of all networks
+}
+
+// NewHost returns the Host of a process that begins now. tuner may be nil: the Go runtime then stays as it
+// is.
+func NewHost(journal *status.Journal, tuner *tune.Tuner) *Host {
+	return &Host{
+		Firewall: keeper.NewHost(), Underlay: underlay.NewReader(), Journal: journal, Tuner: cmp.Or(tuner, &tune.Tuner{}),
+		Started: time.Now(), Probes: paths.NewLimit(), PathMTUs: pathmtu.NewLimit(),
+	}
+}
+
+// parts are what one network has from its opening to its end. The start and the sessions use them.
+type parts struct {
+	host     *Host
+	name     string // empty if it is the only network
+	opts     options.Options
+	kernel   *linux.Kernel
+	devices  *ownership.Locks
+	catalog  backend.Catalog
+	state    *lastknown.Store
+	past     lastknown.State // state file of the last process; Rules also has the networks of the subnet file
+	store    Store
+	config   *configWatch
+	ready    *readiness
+	metrics  *metrics.Metrics
+	rules    *keeper.Keeper
+	others   func() ([]netip.Prefix, <-chan struct{}) // see Config.Others
+	claims   func([]Claimed) error                    // see Config.Claims
+	progress *Progress
+	labelled atomic.Pointer[string] // location of this host according to the store; nil before it was read
+}
+
+// env returns the environment of the backend of cfg on the external interface iface.
+func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
+	last := p.past
+	if now, ok := p.state.Get(); ok {
+		last = now
+	}
+	return backend.Env{
+		PathLimit: p.host.PathMTUs, Warn: warner(p.store),
+		PublicEndpoint: p.opts.PublicEndpoint, Location: p.location(),
+		Used: used(last), Connected: p.connected, FreePorts: p.catalog.FreePorts,
+		Network: p.name, Underlay: iface, Config: cfg, Kernel: p.kernel, Resync: p.opts.Resync, StateDir: p.opts.StateDir, Blackhole: p.opts.IPBlackholeRoute,
+	}
+}
+
+// location returns the location of this host, or "" if there is none. With --location-label the store has
+// it. Until the location was read from the store, the last known one counts if it comes from the same
+// label.
+func (p *parts) location() string {
+	now := p.labelled.Load()
+	switch {
+	case p.opts.LocationLabel == "":
+		return p.opts.Location
+	case now != nil:
+		return *now
+	case p.past.LocationLabel == p.opts.LocationLabel:
+		return p.past.Location
+	}
+	return ""
+}
+
+// readLocation reads the location of this host from the store if --location-label is set and the store
+// has locations.
+func (p *parts) readLocation(ctx context.Context) error {
+	l, ok := p.store.(subnet.LocationSource)
+	if !ok || p.opts.LocationLabel == "" {
+		return nil
+	}
+	name, err := l.Location(ctx)
+	if err == nil {
+		p.labelled.Store(&name)
+	}
+	return err
+}
+
+// newBackend returns the backend of a configuration that the network is about to use. It returns an error
+// if the backend cannot use one of the flags.
+func (p *parts) newBackend(env backend.Env) (be backend.Backend, warnings []string, err error) {
+	be, warnings, err = p.catalog.New(env)
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := checkIPv6(be, env.Config); err != nil {
+		return nil, nil, err
+	}
+	if err := backend.CheckPublicEndpoint(be, env.Config.BackendType, env.PublicEndpoint); err != nil {
+		return nil, nil, fmt.Errorf("--public-endpoint %s cannot be used: %w", env.PublicEndpoint, err)
+	}
+
+	for _, flag := range [][2]string{{"--location", p.opts.Location}, {"--location-label", p.opts.LocationLabel}} {
+		if err := backend.CheckLocations(be, env.Config.BackendType); flag[1] != "" && err != nil {
+			return nil, nil, fmt.Errorf("%s %s cannot be used: %w", flag[0], flag[1], err)
+		}
+	}
+	return be, warnings, nil
+}
+
+// checkIPv6 returns a FamilyError if cfg has IPv6, but the device of be that carries it cannot have an IPv6 address.
+func checkIPv6(be backend.Backend, cfg subnet.Config) error {
+	devices := be.Scope().Devices
+	if _, ok := cfg.Network(prefix.IPv6); !ok || len(devices) == 0 {
+		return nil
+	}
+	off := linux.IPv6Off(devices[len(devices)-1]) // a device of IPv6 alone follows that of IPv4
+	if off == "" {
+		return nil
+	}
+	return &subnet.FamilyError{Family: prefix.IPv6, Err: fmt.Errorf("%s is 1 and flanneld may not change it, want 0", off)}
+}
+
+// Claimed is a configuration whose objects a network has on this host, or is about to create.
+type Claimed struct {
+	Config  subnet.Config
+	Backend backend.Backend // nil if this version does not know it
+}
+
+// claim calls Config.Claims, unless it is nil, with what the network claims on this host from now on.
+func (p *parts) claim(all []Claimed) error {
+	if p.claims == nil {
+		return nil
+	}
+	return p.claims(all)
+}
+
+// claimed returns what the network claims on this host: the configuration of now, with its backend be,
+// and what former ones have left.
+func (p *parts) claimed(now lastknown.State, be backend.Backend) []Claimed {
+	all := []Claimed{{now.Config, be}}
+	for _, f := range now.Former {
+		all = append(all, p.claimedBy(f))
+	}
+	return all
+}
+
+func (p *parts) claimedBy(f lastknown.Former) Claimed {
+	be, _, err := p.catalog.New(p.env(f.Interface, f.Config))
+	if err != nil {
+		be = nil
+	}
+	return Claimed{f.Config, be}
+}
+
+// used returns the types of the backends whose data this host has published, according to last.
+func used(last lastknown.State) (types []string) {
+	for _, t := range []string{last.Config.BackendType, last.Own.NextType} {
+		if t != "" {
+			types = append(types, t)
+		}
+	}
+	return types
+}
+
+// connected returns the time since which the store is connected; zero if it is not.
+func (p *parts) connected() time.Time {
+	since, err := p.ready.health.Part(partDatastore)
+	if err != nil {
+		return time.Time{}
+	}
+	return since
+}
+
+// watchInterface follows the external interface until ctx ends. It sends the latest state
+// to changed.
+func (p *parts) watchInterface(ctx context.Context, o underlay.Options, now underlay.Interface, changed chan underlay.Interface) error {
+	usable := func(err error) { p.ready.report(ctx, partInterface, err) }
+	return underlay.Watch(ctx, o, now, latest(changed), usable)
+}
+
+func describe(i underlay.Interface) []string {
+	var s []string
+	for _, a := range i.Addrs {
+		if a.Public == a.Local {
+			s = append(s, a.Local.String())
+		} else {
+			s = append(s, fmt.Sprintf("%s (public %s)", a.Local, a.Public))
+		}
+	}
+	return s
+}
+
+// latest returns a function that sends a value to ch and replaces a value that was not
+// received yet. Only this function may send to ch, which must have a buffer of one.
+func latest[T any](ch chan T) func(T) {
+	return func(v T) {
+		select {
+		case <-ch:
+		default:
+		}
+		ch <- v
+	}
+}
+
+// ended returns nil if ctx has ended, and otherwise err. It hides every error after the end of ctx,
+// because the end may be the cause.
+func ended(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return nil
+	}
+	return err
+}
+
+// retryPause is the pause after an answer that does not help, such as no configuration
+// yet or no free subnet.
+const retryPause = time.Second
+
+// retry repeats try until it succeeds or ctx ends. It logs an error with the message what, if
+// the error differs from the one logged before. A success counts even if ctx has ended. retry
+// returns at once if the error is ErrUnfit or ErrConfigChanged. At the end of ctx it returns
+// the last error, joined with that of ctx.
+func retry(ctx context.Context, what string, try func() error) error {
+	logged := ""
+	for {
+		err := try()
+		if err == nil {
+			return nil
+		}
+		if ctx.Err() != nil {
+			return oneline.Join(err, ctx.Err())
+		}
+		if errors.Is(err, subnet.ErrUnfit) || errors.Is(err, ErrConfigChanged) {
+			return err
+		}
+		if logged != err.Error() {
+			logged = err.Error()
+			klog.FromContext(ctx).Error(err, what)
+		}
+		_ = wait.For(ctx, retryPause) // after the end of ctx there is one more try
+	}
+}

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package network
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/report/doctor"
+	"github.com/flanneld/flanneld/pkg/report/doctor/linux"
+	"github.com/flanneld/flanneld/pkg/report/status"
+)
+
+const (
+	// lookPause is the least time between two looks at what the kernel does with packets of pods. A look asks for two
+	// routes of each peer, and the kernel announces settings with each pod that starts.
+	lookPause = 10 * time.Second
+	// settlePause is the time between an announcement and the look. A VPN that connects announces several.
+	settlePause = time.Second
+)
+
+// watchPods reports whether rules or settings of other programs keep packets from pods although all objects of flanneld are
+// in place. It looks when a session has started, and after each announcement of such a change. A problem is looked at again
+// until it is gone, because not everything that may end it is announced.
+func (n *Network) watchPods(ctx context.Context) {
+	log := klog.FromContext(ctx)
+	changed := wait.NewSignal()
+	changed.Send()
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() {
+		if err := linux.Watch(ctx, changed.Send); err != nil {
+			log.Error(err, "cannot watch the rules and settings of other programs")
+		}
+	})
+
+	warn := warner(n.store)
+	var before string
+	looked := false // while there was a session
+	for {
+		pause := time.Duration(1<<63 - 1)
+		if before != "" || !looked {
+			pause = lookPause
+		}
+		if wait.ForOr(ctx, pause, changed) != nil || wait.For(ctx, settlePause) != nil {
+			return
+		}
+
+		served := n.serving.Load() != nil
+		problem, known := n.cutOff(ctx)
+		looked = served && known
+		if !known {
+			problem = before
+		}
+
+		switch problem {
+		case before:
+		case "":
+			log.Info("pods are not cut off any more")
+			n.ready.report(ctx, partPods, nil)
+		default:
+			log.Error(errors.New(problem), "pods are cut off: see flannelctl doctor")
+			n.ready.report(ctx, partPods, errors.New(problem))
+			if warn != nil {
+				warn("FlannelPodsCutOff", problem)
+			}
+		}
+
+		before = problem
+		if wait.For(ctx, lookPause-settlePause) != nil {
+			return
+		}
+	}
+}
+
+// cutOff returns what keeps packets from pods, or "". known is false if the daemon is too busy to tell. A report of thousands of peers takes memory, so it asks for one only if
+// there are pods.
+func (n *Network) cutOff(ctx context.Context) (problem string, known bool) {
+	now, _ := n.state.Get()
+	brief := status.Report{
+		Lease: statusLease(now.Own), Interface: status.Interface{Name: now.Interface.Name}, Network: status.Network{Prefixes: now.Config.Prefixes()},
+	}
+	if !linux.HasPods(brief) {
+		return "", true
+	}
+
+	report, err := n.reports.report(ctx, status.Query{})
+	if err != nil || report.Kernel.Error != "" && len(report.Peers) == 0 {
+		return "", false
+	}
+	if found := doctor.CutOff(linux.Pods(report)); len(found) > 0 {
+		return found[0].Problem, true
+	}
+	return "", true
+}

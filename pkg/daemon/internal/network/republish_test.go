@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package network
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/netip"
+	"slices"
+	"strconv"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// changing is a backend whose data changes while it runs, and also the network of that backend. It
+// records the data that the store has, as Published reports them.
+type changing struct {
+	starter
+	data      atomic.Pointer[string]
+	next      string
+	asked     wait.Signal
+	published []string
+}
+
+func (c *changing) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
+	prev.Endpoints = []subnet.Endpoint{prev.Endpoints[0]}
+	prev.Endpoints[0].Data, prev.NextType = json.RawMessage(*c.data.Load()), c.next
+	return prev, nil
+}
+
+func (c *changing) Republish() <-chan struct{} { return c.asked }
+
+func (c *changing) Published(now subnet.Claim) {
+	c.published = append(c.published, string(now.Endpoints[0].Data))
+}
+
+var (
+	_ backend.Backend   = (*changing)(nil)
+	_ backend.Publisher = (*changing)(nil)
+)
+
+// recorder is a store that records the data of leases. Acquire fails as often as failures says, and then
+// returns the lease under the given key.
+type recorder struct {
+	unanswered
+	failures int
+	key      string
+	written  []string
+}
+
+func (r *recorder) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (subnet.Lease, error) {
+	if r.failures > 0 {
+		r.failures--
+		return subnet.Lease{}, errors.New("not now")
+	}
+	r.written = append(r.written, string(c.Endpoints[0].Data))
+	return subnet.Lease{Key: r.key, Endpoints: c.Endpoints}, nil
+}
+
+// TestRepublish changes the data of a backend while its session runs. The store must get the new data,
+// also after a failure, and the session must go on. If the store returns the key of another lease, work
+// must return ErrLeaseLost.
+func TestRepublish(t *testing.T) {
+	for name, tt := range map[string]struct {
+		store   recorder
+		written int
+		err     error
+	}{
+		"the store answers":                {recorder{key: "own"}, 1, nil},
+		"the store answers later":          {recorder{key: "own", failures: 2}, 1, nil},
+		"another host has got the subnets": {recorder{key: "other"}, 1, subnet.ErrLeaseLost},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+				defer cancel()
+				n, s, be := publishing(t)
+				be.asked.Send() // with the same data
+				time.AfterFunc(time.Second, func() {
+					be.data.Store(new("2"))
+					be.asked.Send()
+				})
+				_, next, err := n.work(ctx, ctx, &tt.store, s, nil)
+				if next != nil || !errors.Is(err, tt.err) {
+					t.Errorf("work returned %v, %v, want %v", next, err, tt.err)
+				}
+				if len(tt.store.written) != tt.written || tt.store.written[0] != "2" {
+					t.Errorf("the store got %q, want the changed data once", tt.store.written)
+				}
+				if tt.err != nil {
+					return
+				}
+				if last, _ := n.state.Get(); string(last.Own.Endpoints[0].Data) != "2" || string(s.own().Endpoints[0].Data) != "2" {
+					t.Errorf("the state has %s and the session %s, want the changed data", last.Own.Endpoints[0].Data, s.own().Endpoints[0].Data)
+				}
+				if want := []string{"1", "2"}; !slices.Equal(be.published, want) {
+					t.Errorf("the network was told that the store has %q, want %q", be.published, want)
+				}
+				if n.serving.Load() != s {
+					t.Error("the session was replaced")
+				}
+				n.stopServing()
+			})
+		})
+	}
+}
+
+// TestRepublishKeepsTheBackends checks that republish does not publish another next backend. Peers must
+// not learn of the next backend before a session runs it.
+func TestRepublishKeepsTheBackends(t *testing.T) {
+	be := &changing{starter: starter{close: func() {}}, next: "wireguard"}
+	be.data.Store(new("2"))
+	n, s := runnerOn(t, be.starter, link(1500, "192.0.2.1"))
+	now := *s.begin.Load()
+	now.Own = subnet.Lease{Key: "own", Endpoints: []subnet.Endpoint{{Data: json.RawMessage(`1`)}}}
+	s.begin.Store(&now)
+	s.be, s.publisher = be, be
+	store := &recorder{key: "own"}
+	err := n.republish(t.Context(), store, s)
+	if err == nil || len(store.written) > 0 || len(be.published) > 0 {
+		t.Errorf("republish returned %v and wrote %q, want an error and nothing written", err, store.written)
+	}
+	n.stopServing()
+}
+
+// TestRepublishGoesOn ends work before it has published changed data, as a change of the traffic rules
+// does, and calls it again for the same session. The second call must publish the data.
+func TestRepublishGoesOn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, s, be := publishing(t)
+		store := recorder{key: "own", failures: 1}
+		be.data.Store(new("2"))
+		be.asked.Send()
+		for range 2 {
+			ctx, cancel := context.WithTimeout(t.Context(), refusedPause/4) // less than the pause after a failure
+			if _, next, err := n.work(ctx, ctx, &store, s, nil); next != nil || err != nil {
+				t.Errorf("work returned %v, %v", next, err)
+			}
+			cancel()
+		}
+		if want := []string{"2"}; !slices.Equal(store.written, want) || !slices.Equal(be.published, want) {
+			t.Errorf("the store got %q, and the network was told %q, want the changed data once", store.written, be.published)
+		}
+		n.stopServing()
+	})
+}
+
+// TestRepublishPause changes the data every second while the store fails. There must be a pause between
+// the calls of the store, so that not every change causes one.
+func TestRepublishPause(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const calls = 1000
+		n, s, be := publishing(t)
+		store := recorder{key: "own", failures: calls}
+		ctx, cancel := context.WithTimeout(t.Context(), 2*refusedPause)
+		defer cancel()
+		go func() {
+			for i := 2; wait.For(ctx, time.Second) == nil; i++ {
+				be.data.Store(new(strconv.Itoa(i)))
+				be.asked.Send()
+			}
+		}()
+		if _, next, err := n.work(ctx, ctx, &store, s, nil); next != nil || err != nil {
+			t.Errorf("work returned %v, %v", next, err)
+		}
+		if made := calls - store.failures; made < 2 || made > 5 {
+			t.Errorf("the store got %d calls in %v, want one after each pause", made, 2*refusedPause)
+		}
+		n.stopServing()
+	})
+}
+
+// publishing returns a runner with a session and its backend. The backend, the session and the state have
+// the data 1.
+func publishing(t *testing.T) (*runner, *session, *changing) {
+	be := &changing{starter: starter{close: func() {}}, asked: wait.NewSignal()}
+	be.data.Store(new("1"))
+	n, s := runnerOn(t, be.starter, link(1500, "192.0.2.1"))
+	now := *s.begin.Load()
+	now.Own = subnet.Lease{Key: "own", Endpoints: []subnet.Endpoint{
+		{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: json.RawMessage(`1`)},
+	}}
+	s.begin.Store(&now)
+	n.state.Set(now)
+	s.be, s.publisher, s.republish = be, be, be.asked
+	return n, s, be
+}

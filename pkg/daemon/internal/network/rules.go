@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package network
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall/keeper"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/report/metrics"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// newRuleKeeper returns the keeper of the network's traffic rules.
+func newRuleKeeper(h *keeper.Host, o options.Options, state *lastknown.Store, ready *readiness, m *metrics.Metrics) *keeper.Keeper {
+	return h.Keeper(keeper.Config{
+		Resync: o.Resync, LegacyResync: o.IPTablesResync,
+		Report: func(ctx context.Context, repaired bool, err error) {
+			m.Firewall(repaired, err)
+			ready.report(ctx, partRules, err)
+		},
+		Cleaned: func() { state.Update(func(now *lastknown.State) { now.Rules = nil }) },
+	})
+}
+
+// firewallChoice returns the flavour of the firewall, and the reason for it. option is the
+// value of --firewall, which may leave the choice to the configuration.
+func firewallChoice(option string, now lastknown.State) keeper.Choice {
+	if option != options.FirewallConfig {
+		return keeper.Choice{Flavour: keeper.Flavour(option), Reason: "--firewall says so"}
+	}
+	c := keeper.Choice{Flavour: keeper.IPTables, Reason: "EnableNFTables is false"}
+	if now.Config.NFTables {
+		c = keeper.Choice{Flavour: keeper.NFTables, Reason: "EnableNFTables is true"}
+	}
+	if now.Recalled {
+		c.Source = " in the last known configuration"
+	}
+	return c
+}
+
+// keepRules keeps the traffic rules of a session until ctx ends, and changes them when the session or
+// the other networks need other rules. It calls tried after the first attempt to apply them.
+func (p *parts) keepRules(ctx context.Context, s *session, tried func()) {
+	for ctx.Err() == nil {
+		now := *s.begin.Load()
+		present, _ := p.state.Get() // Former is cleared when the retirement is done
+		now.Former = present.Former
+		choice := firewallChoice(p.opts.Firewall, now)
+		policy := p.rulePolicy(s.be, now)
+		var others <-chan struct{} // nil never receives
+		if p.others != nil {
+			var prefixes []netip.Prefix
+			prefixes, others = p.others()
+			policy.NonMasquerade = slices.Concat(policy.NonMasquerade, prefixes)
+		}
+
+		unchanged, stop := context.WithCancel(ctx)
+		go func() {
+			defer stop()
+			select {
+			case <-others:
+			case <-s.rules:
+			case <-unchanged.Done():
+			}
+		}()
+		p.rules.Keep(unchanged, choice, policy, tried)
+		stop()
+	}
+}
+
+// guardFirst makes one attempt to write the traffic rules of the next session before its backend starts, if
+// that backend opens a tunnel that the rules of the last session do not guard. Otherwise pods could send into
+// the tunnel until the session writes its rules. The last session must have ended.
+func (p *parts) guardFirst(ctx context.Context, last *session, be backend.Backend, now lastknown.State) {
+	var guarded []firewall.Payload
+	for _, n := range p.rulePolicy(last.be, *last.begin.Load()).Networks {
+		guarded = append(guarded, n.Tunnels...)
+	}
+
+	choice := firewallChoice(p.opts.Firewall, now)
+	policy := p.rulePolicy(be, now)
+	opened := slices.ContainsFunc(policy.Networks, func(n firewall.Network) bool {
+		return slices.ContainsFunc(n.Tunnels, func(t firewall.Payload) bool { return !slices.Contains(guarded, t) })
+	})
+	if !opened {
+		return
+	}
+
+	if p.others != nil {
+		prefixes, _ := p.others()
+		policy.NonMasquerade = slices.Concat(policy.NonMasquerade, prefixes)
+	}
+	ctx, tried := context.WithCancel(ctx)
+	p.rules.Keep(ctx, choice, policy, tried)
+}
+
+// rulePolicy returns the traffic rules of a session. They also guard the tunnels of the backends in
+// now.Former, because the host receives packets from these tunnels until they are removed.
+func (p *parts) rulePolicy(be backend.Backend, now lastknown.State) firewall.Policy {
+	policy := firewall.Policy{
+		Masquerade: p.opts.IPMasq, Random: !p.opts.IPMasqFullyRandomDisable, NonMasquerade: now.Config.NonMasquerade,
+		Forward: p.opts.IPTablesForwardRules, Guard: p.opts.GuardTunnel, Former: now.Rules,
+		Several: p.name != "",
+	}
+
+	backends := []backend.Backend{be}
+	for _, f := range now.Former {
+		// A configuration that this version does not know has left no tunnel of this version.
+		if former, _, err := p.catalog.New(p.env(f.Interface, f.Config)); err == nil {
+			backends = append(backends, former)
+		}
+	}
+
+	for _, one := range now.Config.Networks {
+		if e, ok := now.Own.Endpoint(one.Family()); ok {
+			policy.Networks = append(policy.Networks, firewall.Network{
+				Network: one.Prefix, Subnet: e.Subnet, Tunnels: tunnels(backends, one), HostsInside: one.Prefix.Contains(e.PublicIP),
+			})
+		}
+	}
+	return policy
+}
+
+// tunnels returns the kinds of tunnel packets of all backends in network n, each kind once.
+func tunnels(backends []backend.Backend, n subnet.Network) (all []firewall.Payload) {
+	for _, be := range backends {
+		for _, t := range backend.Tunnels(be, n.Family()) {
+			if !slices.Contains(all, t) {
+				all = append(all, t)
+			}
+		}
+	}
+	return all
+}

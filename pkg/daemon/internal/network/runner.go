@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package network
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
+	"github.com/flanneld/flanneld/pkg/kernel/underlay"
+	"github.com/flanneld/flanneld/pkg/probe/paths"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// runner runs sessions, one after the other.
+type runner struct {
+	*parts
+	serving atomic.Pointer[session] // the last session that was started; nil before the first and after leaveLast
+}
+
+// serve starts a session: the backend's network, the lease-watch loop, the traffic rules, the
+// subnet file, and the removal of what former configurations have left. serve calls change, perhaps
+// more than once, to turn the last known state into the state of the session. pause is the time to
+// wait before this host's lease is published. The session lasts until ctx ends or its stop is called.
+func (r *runner) serve(ctx context.Context, be backend.Backend, pause time.Duration, change func(now *lastknown.State)) (*session, error) {
+	now, running, err := r.startNetwork(ctx, be, change)
+	if err != nil {
+		return nil, err
+	}
+	ledger := &subnet.Ledger{}
+	ledger.Restore(now.Peers, time.Now())
+	now.Peers = subnet.LedgerState{}
+	rules := wait.NewSignal()
+	past := r.newRetirement(now.Former, be, rules)
+	compared := make(chan struct{})
+	syncer := r.newSyncer(ctx, now, running, ledger, past, sync.OnceFunc(func() { close(compared) }))
+	file := &fileKeeper{path: r.opts.SubnetFile, file: subnetFile(now, running.MTU(), r.opts.IPMasq), report: func(err error) { r.ready.report(ctx, partSubnetFile, err) }}
+	file.expect() // otherwise the file of the last session would count as that of this one
+	tried := make(chan struct{})
+	var reclaim, republish <-chan struct{}
+	if n, ok := running.(backend.Reclaimer); ok {
+		reclaim = n.Reclaim()
+	}
+
+	publisher, ok := running.(backend.Publisher)
+	if ok {
+		republish = publisher.Republish()
+	}
+
+	var prober *paths.Prober
+	if r.opts.Probe {
+		prober = r.newProber(now, be, running, syncer)
+	}
+
+	ctx, cancel := context.WithCancel(ctx)
+	s := &session{
+		mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, compared: compared, pause: pause,
+		reclaim: reclaim, publisher: publisher, republish: republish,
+		rules: rules, prober: prober, cancel: cancel, done: make(chan struct{}),
+	}
+
+	s.begin.Store(&now)
+	r.serving.Store(s) // reports read s from now on
+	r.progress.session(now.Recalled, len(past.former) > 0)
+	var wg sync.WaitGroup
+	wg.Go(func() { r.keepRules(ctx, s, sync.OnceFunc(func() { close(tried) })) })
+	wg.Go(func() {
+		select { // wait for the rules: they must exist before a pod gets an address of the subnet
+		case <-tried:
+			file.run(ctx)
+		case <-ctx.Done():
+		}
+	})
+
+	wg.Go(func() { past.run(ctx) })
+	if prober != nil {
+		wg.Go(func() { prober.Run(ctx) })
+	}
+
+	go func() {
+		_ = syncer.Run(ctx)
+		wg.Wait()
+		_ = running.Close()
+		close(s.done)
+	}()
+	return s, nil
+}
+
+// startNetwork starts the network of be and changes the last known state by change. The state names the
+// configuration before the first of its objects exists, so that a later configuration can remove them.
+// If a session with another configuration came before, the state has the new configuration as a former
+// one until the network has started. If the process ends before that, the next process begins with the
+// configuration that has worked.
+func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change func(now *lastknown.State)) (now lastknown.State, running backend.Network, err error) {
+	before, known := r.state.Get()
+	now = before
+	change(&now)
+
+	// Without a session this host may have left the subnet in the state, which may then belong to another host.
+	replaces := known && r.serving.Load() != nil && len(subnet.Changes(before.Config, now.Config)) > 0
+	claimed := r.claimed(now, be)
+	if replaces {
+		claimed = append(claimed, r.claimedBy(lastknown.Former{Config: before.Config, Interface: before.Interface}))
+	}
+	if err := r.claim(claimed); err != nil {
+		return now, nil, err
+	}
+	if err := r.devices.TakeAll(be.Scope()); err != nil {
+		return now, nil, err
+	}
+	r.host.Tuner.Network(r.name, r.catalog.OneThread(now.Config))
+	if replaces {
+		r.state.Change(func(to *lastknown.State) { to.Attempt(now) })
+		r.guardFirst(ctx, r.serving.Load(), be, now)
+	} else {
+		now = r.state.Change(change)
+	}
+	if now.Interface.Index == 0 {
+		return now, unconnected{mtu: unconnectedMTU(be, now.Interface)}, nil
+	}
+	if running, err = startBackend(ctx, be, now.Own, r.catalog.FreePorts); err != nil {
+		return now, nil, fmt.Errorf("start backend: %w", err)
+	}
+	if replaces {
+		now = r.state.Change(change)
+		_ = r.claim(r.claimed(now, be)) // cannot be refused, because it is less than before
+	}
+	return now, running, nil
+}
+
+// newSyncer returns the lease-watch loop of a session. The loop reports each complete pass
+// without an error to past, and calls compared after each complete pass.
+func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running backend.Network, ledger *subnet.Ledger, past *retirement, compared func()) *backend.Syncer {
+	var syncer *backend.Syncer
+	config := backend.SyncerConfig{
+		Config: now.Config, Own: now.Own, Network: running, Ledger: ledger, Resync: r.opts.Resync,
+		Migrated: past.migrated, Broadcasts: underlay.Broadcasts,
+		OnSync: func(p backend.Pass) {
+			r.ready.health.Beat()
+			r.metrics.Synced(p.Took, p.Repaired, p.Err)
+			// Before the store has answered, a pass without an error does not make the
+			// network ready. Once it was ready, later sessions continue with the leases
+			// that the first one got from the store.
+			if p.Answered || p.Err != nil || r.ready.wasReady() {
+				r.ready.report(ctx, partDatapath, p.Err)
+			}
+			if p.Complete {
+				compared()
+			}
+			if p.Complete && p.Err == nil {
+				past.due(p)
+			}
+
+			switch {
+			case p.News:
+				r.state.Update(func(now *lastknown.State) { now.Peers, now.Fresh = subnet.LedgerState{}, syncer.Peers })
+			case p.Answered:
+				r.state.Check()
+			}
+		},
+	}
+	if warn := warner(r.store); warn != nil {
+		config.OnRefused = func(key, reason string) { warn("FlannelPeerRefused", key+": "+reason) }
+	}
+	syncer = backend.NewSyncer(config)
+	return syncer
+}
+
+// underlayOptions returns the options for choosing the external interface, from cfg, the flags, the
+// interface that this process or the last one has used, and the peers. The public addresses in last come
+// from the store and replace those of the flags.
+func (r *runner) underlayOptions(cfg subnet.Config, last lastknown.State) underlay.Options {
+	public := last.PublicIPs
+	if now, ok := r.state.Get(); ok {
+		last = now
+	}
+
+	o := underlay.Options{
+		Ifaces: r.opts.Iface, IfaceRegexes: r.opts.IfaceRegex, CanReach: r.opts.IfaceCanReach,
+		PublicIP: r.opts.PublicIP, PublicIPv6: r.opts.PublicIPv6,
+		InUse: last.Interface, Reader: r.host.Underlay, Peers: r.peerAddrs,
+	}
+	if s, ok := r.store.(subnet.AddressSource); ok {
+		o.NodeIPs = s.NodeIPs
+	}
+
+	for _, one := range cfg.Networks {
+		o.Families = append(o.Families, one.Family())
+		// A subnet of a former network is left out, because hosts may use its addresses themselves.
+		if e, ok := last.Own.Endpoint(one.Family()); ok && one.Prefix.Contains(e.Subnet.Addr()) {
+			o.Pods = append(o.Pods, e.Subnet)
+		}
+	}
+
+	for _, a := range public {
+		if a.Is4() {
+			o.PublicIP = a
+		} else {
+			o.PublicIPv6 = a
+		}
+	}
+	return o
+}
+
+// candidates returns the interfaces of the host. It returns none while the address families of the network
+// are unknown.
+func (r *runner) candidates(ctx context.Context) []underlay.Candidate {
+	last := r.past
+	if now, ok := r.state.Get(); ok {
+		last = now
+	}
+	if len(last.Config.Networks) == 0 {
+		return nil
+	}
+	all, _ := underlay.Inspect(ctx, r.underlayOptions(last.Config, last)) // the reasons say why none is chosen
+	return all
+}
+
+// peerAddrs returns the public addresses of a few peers of the present session, or of the last known state.
+func (r *runner) peerAddrs() (all []netip.Addr) {
+	var peers []*subnet.Lease
+	if s := r.serving.Load(); s != nil {
+		peers = s.syncer.Some()
+	} else {
+		for i := range r.past.Peers.Peers {
+			peers = append(peers, &r.past.Peers.Peers[i].Lease)
+		}
+	}
+
+	for _, l := range peers {
+		for _, e := range l.Endpoints {
+			all = append(all, e.PublicIP)
+		}
+	}
+	return all
+}
+
+// startBackend starts the network of a backend. If a UDP port is in use, startBackend tries again for
+// wait.InUseLimit, because a session or daemon that has just ended may still have the port. An earlier
+// network of this process may also have left a tunnel that uses the port. freePorts closes such a tunnel,
+// and may be nil.
+func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease, freePorts func([]int) error) (n backend.Network, err error) {
+	var failed error
+	wait.WhileInUse(ctx, func() bool {
+		if n, err = be.Start(ctx, own); !errors.Is(err, unix.EADDRINUSE) {
+			return false
+		}
+		if freePorts != nil {
+			failed = freePorts(backend.Ports(be))
+		}
+		return failed == nil
+	})
+	return n, oneline.Join(err, failed)
+}
+
+// stopServing ends the present session, if there is one.
+func (r *runner) stopServing() {
+	if s := r.serving.Load(); s != nil {
+		s.stop()
+	}
+}
+
+// former returns, during a start, the configuration of the session on the last known state, which may have
+// ended. It returns nil if there was no such session, if leaveLast has ended it, or if the options do not
+// let the network change its configuration while it runs.
+func (r *runner) former() *subnet.Config {
+	now := r.serving.Load()
+	if now == nil || !r.config.follow {
+		return nil
+	}
+	return &now.begin.Load().Config
+}
+
+// differs reports whether former returns a configuration, and that is another one than cfg.
+func (r *runner) differs(cfg subnet.Config) bool {
+	former := r.former()
+	return former != nil && len(subnet.Changes(*former, cfg)) > 0
+}

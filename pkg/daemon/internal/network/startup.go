@@ -1,0 +1,419 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package network
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
+	"github.com/flanneld/flanneld/pkg/kernel/underlay"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// startup obtains what the first session with the store's answers needs. Meanwhile a session may
+// serve from the last known state.
+type startup struct {
+	*parts
+	runner  *runner     // of the session on the last known state
+	resumed *resumption // that session, or the attempts to start it
+}
+
+// newStartup begins a start, and the session on the last known state if it can be used.
+func newStartup(ctx context.Context, r *runner) *startup {
+	r.progress.waitFor(PhaseNoConfiguration)
+	return &startup{parts: r.parts, runner: r, resumed: r.resume(ctx)}
+}
+
+// stop ends the session on the last known state.
+func (s *startup) stop() { s.resumed.stop() }
+
+// attempt is a configuration with which a start tries to serve the network.
+type attempt struct {
+	config subnet.Config
+	stored *subnet.Config // configuration in the store at the begin of the attempt; nil if it cannot be read
+	waits  bool           // the attempt waits for a free subnet even if there is another configuration to try
+}
+
+// prepare obtains the configuration, the interface, a backend and this host's lease. It waits for the
+// configuration, the interface and the lease. It returns ErrConfigChanged, wrapped, if the configuration in
+// the store changes while prepare waits for a subnet or for a cloud.
+//
+// If this host cannot use one of two address families, prepare uses the other one alone.
+//
+// If the configuration in the store cannot be used, and the network is served from the last known
+// state, prepare uses the configuration of that state. So the host follows its peers and keeps its
+// lease, like a running daemon that refuses a changed configuration. If neither configuration has a
+// subnet for this host, prepare waits for a subnet of the one in the store.
+func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State, error) {
+	s.progress.waitFor(PhaseNoConfiguration)
+	cfg, err := s.readConfig(ctx)
+	if errors.Is(err, errUnreadable) { // the watch of the configuration logs the reason
+		return s.prepareWith(ctx, attempt{config: *s.runner.former(), waits: true})
+	}
+	if err != nil {
+		return nil, s.past, err
+	}
+	stored := cfg
+	last := s.past
+	if now, ok := s.state.Get(); ok {
+		last = now
+	}
+
+	cfg = last.Withdrawn(last.Config.Toward(stored))
+	be, now, err := s.prepareWith(ctx, attempt{config: cfg, stored: &stored})
+
+	// Otherwise a node would lose IPv4 when IPv6 is enabled in the cluster and it has no podCIDR for it.
+	var part *subnet.FamilyError
+	if errors.As(err, &part) && len(cfg.Networks) > 1 {
+		cfg = cfg.Without(part.Family)
+		be, now, err = s.prepareWith(ctx, attempt{config: cfg, stored: &stored, waits: !s.runner.differs(cfg)})
+		if err == nil {
+			s.config.refuseFirst(ctx, stored, fmt.Errorf("only %s is used: %w", cfg.Networks[0].Family(), part))
+		}
+	}
+	if err == nil || ctx.Err() != nil || errors.Is(err, ErrConfigChanged) || !s.runner.differs(cfg) {
+		return be, now, err
+	}
+	full := errors.Is(err, subnet.ErrNoSubnets)
+	be, now, errFormer := s.prepareWith(ctx, attempt{config: *s.runner.former(), stored: &stored, waits: !full})
+	switch {
+	case errFormer == nil:
+		s.config.refuseFirst(ctx, stored, err)
+		return be, now, nil
+	case errors.Is(errFormer, ErrConfigChanged):
+		return nil, now, errFormer
+	case full:
+		return s.prepareWith(ctx, attempt{config: cfg, stored: &stored, waits: true})
+	}
+	return nil, now, err
+}
+
+// prepareWith obtains what prepare returns, for one configuration. It returns ErrNoSubnets, wrapped,
+// if no subnet is free and the attempt does not wait for one.
+func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, lastknown.State, error) {
+	log := klog.FromContext(ctx)
+	last := s.past
+	cfg := a.config
+	s.progress.waitFor(PhaseNoConfiguration)
+	s.config.use(cfg)
+	var err error
+	if last.PublicIPs, err = publicIPs(ctx, s.store); err != nil {
+		return nil, last, err
+	}
+	if err := s.readLocation(ctx); err != nil {
+		return nil, last, err
+	}
+	s.progress.waitFor(PhaseNoInterface)
+	iface, err := s.awaitInterface(ctx, cfg, last)
+	if err != nil {
+		return nil, last, err
+	}
+	s.resumed.endTries() // otherwise two sessions could run the backend's commands at the same time
+	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
+	env := s.env(iface, cfg)
+	be, warnings, err := s.newBackend(env)
+	if err != nil {
+		return nil, last, err
+	}
+	s.config.logWarnings(ctx, slices.Concat(cfg.Warnings, warnings))
+	if now, ok := s.state.Get(); ok {
+		now.PublicIPs = last.PublicIPs
+		last = now // the session on the last known state may have changed the interface
+		if now.Fresh != nil {
+			last.Peers = now.Fresh()
+			last.Fresh = nil
+		}
+	}
+	if !s.proven() && lastknown.OtherHost(last.Interface, iface) {
+		last.Peers = subnet.LedgerState{}
+	}
+
+	s.progress.waitFor(PhaseNoLease)
+	if s.runner.differs(cfg) { // so that Renewed keeps the data in Own, that of the last known state, although acquire may publish other data
+		s.state.Update(func(now *lastknown.State) { now.Stored = cmp.Or(now.Stored, new(now.Own)) })
+	}
+
+	prev, err := s.recall(ctx, be, env, last)
+	if err != nil {
+		return nil, last, err
+	}
+	own, err := s.acquire(ctx, be, env, last, prev, a)
+	if err != nil {
+		return nil, last, err
+	}
+	if len(last.Own.Endpoints) == 0 {
+		last.Former = append(last.Former, published(prev, cfg, iface)...)
+	}
+
+	last.Former, last.Rules = s.leftBehind(last, be), last.FormerNetworks(cfg)
+	last.Take(own)
+	last.Config = cfg
+	last.Interface = iface
+	last.Location = env.Location
+	last.LocationLabel = s.opts.LocationLabel
+	last.Recalled = false
+	if s.name != "" {
+		last.Name, last.Prefix = s.name, strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)
+	}
+	return be, last, nil
+}
+
+// awaitInterface waits for the external interface. While the last known state serves the pods of this
+// host, it does not give up.
+func (s *startup) awaitInterface(ctx context.Context, cfg subnet.Config, last lastknown.State) (underlay.Interface, error) {
+	options := s.runner.underlayOptions(cfg, last)
+	if len(last.Interface.Addrs) == 0 {
+		before, err := s.store.Recall(ctx, subnet.Claim{})
+		if err != nil {
+			return underlay.Interface{}, fmt.Errorf("recall what this host has published: %w", err)
+		}
+		for _, e := range before.Endpoints {
+			options.Published = append(options.Published, e.PublicIP)
+		}
+		options.Pods = previousSubnets(ctx, s.opts.SubnetFile)
+	}
+
+	limit := s.opts.IfaceWait
+	for {
+		iface, err := underlay.Wait(ctx, options, limit)
+		if err == nil || ctx.Err() != nil || s.runner.serving.Load() == nil {
+			return iface, err
+		}
+		limit = max(limit, time.Minute)
+	}
+}
+
+// errUnreadable means that the store has a configuration that cannot be read.
+var errUnreadable = errors.New("the network configuration cannot be read")
+
+// readConfig waits for a valid network configuration. It returns errUnreadable, wrapped, if there is
+// an invalid one and the network can go on with the configuration of the last known state.
+func (s *startup) readConfig(ctx context.Context) (subnet.Config, error) {
+	var cfg subnet.Config
+	var unreadable error
+	err := retry(ctx, "waiting for the network configuration", func() (err error) {
+		cfg, err = s.store.Config(ctx)
+		if s.runner.former() != nil && errors.Is(err, subnet.ErrInvalidConfig) {
+			unreadable = fmt.Errorf("%w: %w", errUnreadable, err)
+			return nil
+		}
+		return err
+	})
+	if err == nil {
+		err = unreadable
+	}
+	if err != nil {
+		return cfg, err
+	}
+	klog.FromContext(ctx).Info("Found network config", "backend", cfg.BackendType, "networks", cfg.Prefixes())
+	return cfg, nil
+}
+
+// recall returns what this host has published before, or the zero Claim if that is not known.
+func (s *startup) recall(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State) (subnet.Claim, error) {
+	same := s.proven() || lastknown.SameHost(last.Interface, env.Underlay) || hasHardware(last.Interface.Hardware)
+	if err := s.recognize(ctx, be, env, last, same); err != nil {
+		return subnet.Claim{}, err
+	}
+	prev, err := s.store.Recall(ctx, env.Claim("", subnet.Claim{}))
+	if err != nil {
+		return prev, fmt.Errorf("recall this host's lease: %w", err)
+	}
+	if len(prev.Endpoints) == 0 && same {
+		prev = last.Own.Claim()
+	}
+	return prev, nil
+}
+
+// published returns the configuration with which a host has published prev. Only the data of vxlan tells the name of the
+// device, by the key VNI. With two backends peers may still send by both.
+func published(prev subnet.Claim, cfg subnet.Config, iface underlay.Interface) []lastknown.Former {
+	if prev.BackendType != "vxlan" || prev.NextType != "" {
+		return nil
+	}
+	cfg = cfg.Present()
+	cfg.BackendType = prev.BackendType
+	cfg.Backend = prev.Endpoints[0].Data
+	return []lastknown.Former{{Config: cfg, Interface: iface}}
+}
+
+// acquire takes this host's lease. It waits for a free subnet like waitForSubnet, and for a cloud that
+// does not answer. If the configuration in the store changes meanwhile, acquire returns
+// ErrConfigChanged, wrapped. It does not wait for a cloud if the last known state has another
+// configuration, because the network can go on with that one.
+func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State, prev subnet.Claim, a attempt) (subnet.Lease, error) {
+	log := klog.FromContext(ctx)
+	if outside := s.outsideOf(env.Config); outside != nil {
+		log.Error(outside, "the subnet of the last known state does not fit the network configuration")
+		s.ready.report(ctx, partSubnet, outside)
+	}
+
+	// A host that already has a subnet in the range works, and so do its peers: flannel accepts such ranges.
+	used := last.Config
+	if len(last.Own.Endpoints) == 0 && s.fits(env.Config, subnet.Lease{Endpoints: prev.Endpoints}) {
+		used = env.Config
+	}
+	if err := s.checkRanges(ctx, env.Config, used, env.Underlay); err != nil {
+		return subnet.Lease{}, err
+	}
+
+	var backoff wait.Backoff
+	logged := ""
+	for {
+		own, err := claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, a, c) })
+		if ctx.Err() != nil || !cloud.Transient(err) || s.runner.differs(env.Config) {
+			return own, err
+		}
+		if logged != err.Error() {
+			logged = err.Error()
+			log.Error(err, "waiting for the cloud before taking a subnet")
+		}
+		s.ready.report(ctx, partSubnet, err)
+		if err := s.unchanged(ctx, a.stored); err != nil {
+			return own, err
+		}
+		if err := backoff.Wait(ctx, 0); err != nil {
+			return own, err
+		}
+	}
+}
+
+// recognize tells the store what identifies this host beside its address, which may have changed
+// while flanneld was stopped: the last known state, if it is of the same host, or else the devices of
+// the backend, which no cloned disk has.
+func (s *startup) recognize(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State, same bool) error {
+	store, ok := s.store.(subnet.Resumer)
+	if !ok {
+		return nil
+	}
+	if same {
+		store.Resumed(*cmp.Or(last.Stored, &last.Own))
+		return nil
+	}
+
+	devices, err := env.Links(ctx, be.Scope().Devices...)
+	if err == nil && len(devices) > 0 {
+		store.Resumed(subnet.Lease{})
+	}
+	return err
+}
+
+// proven reports whether a session on the last known state uses the external interface. It then had the
+// addresses in that state, so the state is of this host, even if it has others now.
+func (s *startup) proven() bool {
+	now := s.runner.serving.Load()
+	return now != nil && now.begin.Load().Interface.Index != 0
+}
+
+// hasHardware reports whether an interface of this host has the hardware address addr.
+func hasHardware(addr string) bool {
+	links, err := net.Interfaces()
+	return err == nil && addr != "" &&
+		slices.ContainsFunc(links, func(l net.Interface) bool { return l.HardwareAddr.String() == addr })
+}
+
+// unchanged returns ErrConfigChanged, wrapped, if the store has a valid configuration that differs from
+// stored. stored is nil if the earlier configuration could not be read. unchanged returns nil if the store
+// has no configuration that can be read.
+func (s *startup) unchanged(ctx context.Context, stored *subnet.Config) error {
+	now, err := s.store.Config(ctx)
+	if err != nil {
+		return nil //nolint:nilerr // stored is the last one that is known
+	}
+	if stored == nil {
+		return fmt.Errorf("%w: it can be read now", ErrConfigChanged)
+	}
+	if changes := subnet.Changes(*stored, now); len(changes) > 0 {
+		return fmt.Errorf("%w: %s", ErrConfigChanged, oneline.List(changes, ", "))
+	}
+	return nil
+}
+
+// waitForSubnet acquires a lease for claim. If no subnet is free, waitForSubnet calls leaveLast and waits
+// for a subnet. But if the network can go on with another configuration and a.waits is not set, it returns
+// ErrNoSubnets, wrapped, at once. It returns ErrConfigChanged, wrapped, if the configuration in the store
+// changes while it waits.
+func (s *startup) waitForSubnet(ctx context.Context, a attempt, claim subnet.Claim) (own subnet.Lease, err error) {
+	var left, none error
+	err = retry(ctx, "waiting for a subnet", func() (err error) {
+		if own, err = s.store.Acquire(ctx, a.config, claim); ctx.Err() != nil {
+			return err
+		}
+		if errors.Is(err, subnet.ErrNoSubnets) {
+			if !a.waits && s.runner.differs(*a.stored) {
+				none = err
+				return nil
+			}
+			if left == nil {
+				left = s.leaveLast(ctx, a.config)
+			}
+		}
+		if err == nil {
+			s.ready.report(ctx, partSubnet, nil)
+			return nil
+		}
+		s.ready.report(ctx, partSubnet, oneline.Join(left, err))
+		if changed := s.unchanged(ctx, a.stored); changed != nil {
+			return changed
+		}
+		return err
+	})
+	return own, cmp.Or(err, none)
+}
+
+// outsideOf returns an error if the last known state is in use and cfg cannot assign all of
+// its subnets. With Kubernetes it returns nil, because the API assigns the subnets.
+func (s *startup) outsideOf(cfg subnet.Config) error {
+	now := s.runner.serving.Load()
+	if now == nil || s.opts.KubeSubnetMgr {
+		return nil
+	}
+	return outside(cfg, now.own())
+}
+
+// leaveLast ends the session on the last known state, if there is one, and removes the
+// subnet file, because the store has answered and has no subnet for this host. Without
+// the file no pod gets an address of the old subnet. The kernel stays unchanged until
+// there is another subnet. leaveLast logs and returns the reason, or returns nil if there
+// is no session.
+func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
+	now := s.runner.serving.Load()
+	if now == nil {
+		return nil
+	}
+
+	why := s.outsideOf(cfg)
+	if why == nil {
+		why = fmt.Errorf("%v is not this host's any more", now.own().Subnets())
+	}
+
+	s.resumed.stop()
+	s.runner.serving.Store(nil)
+	s.progress.left()
+	s.ready.health.Pause()
+	s.ready.report(ctx, partSubnetFile, errNoSubnet)
+	log := klog.FromContext(ctx)
+	if err := os.Remove(s.opts.SubnetFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		log.Error(err, "cannot remove the subnet file, which still contains the subnet that was left")
+	}
+	log.Error(why, "the subnet of the last known state was left", "subnets", now.own().Subnets())
+	return why
+}
+
+// errNoSubnet is the state of the subnet file while this host has no subnet.
+var errNoSubnet = errors.New("this host has no subnet")

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package linux
+
+import (
+	"net/netip"
+	"sync"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+)
+
+// A plain route names its next hop by device and gateway. Any other route names it by the id of a nexthop
+// object. When a plain IPv4 route is added, the kernel compares its next hop with the next hops of all
+// plain routes through the device. So adding thousands of plain routes through one device takes quadratic
+// time. Through nexthop objects it takes linear time. Routes through a device with few routes stay plain:
+// scripts expect the output of ip(8) for plain routes, and a single plain route is less work.
+// https://docs.kernel.org/networking/nexthop-group-resilient.html explains the terms,
+// include/uapi/linux/nexthop.h the format.
+//
+// A route with its own MTU stays plain. If it used a nexthop object, a later put without an MTU would not
+// remove the MTU: the kernel takes the attributes of an existing route through the same object.
+const (
+	nexthopThreshold = 256
+	nexthopLinger    = time.Minute
+)
+
+// hop is the next hop that a nexthop object describes.
+type hop struct {
+	gateway netip.Addr // invalid if there is none
+	index   int        // index of the device
+	onLink  bool
+}
+
+// object is a nexthop object.
+type object struct {
+	hop
+	id     uint32 // 0 until it is created
+	others bool   // routes outside of the scope use it, such as those of another flanneld
+	users  int    // number of routes that use it
+}
+
+// nexthops contains the nexthop objects with flanneld's protocol number. Another flanneld on
+// this host may have created some of them and may delete them, because it does not know that
+// this process uses them. So this process uses only objects that it has created itself or that
+// only its own routes use.
+type nexthops struct {
+	enabled   bool
+	threshold int           // puts use objects if the device would have this many plain routes otherwise
+	linger    time.Duration // an unused object is kept for this time, because its creator may be about to use it
+
+	mu     sync.Mutex
+	byID   map[uint32]*object
+	byHop  map[hop]*object      // objects that this process may use
+	unused map[uint32]time.Time // by id: when a read has first found the object unused
+	idle   []uint32             // objects to delete
+	plain  map[int]int          // number of IPv4 routes with a gateway and without an object, by index of the device
+	next   uint32
+}
+
+func (t *nexthops) reset() {
+	t.byID = map[uint32]*object{}
+	t.byHop = map[hop]*object{}
+	t.plain = map[int]int{}
+	t.idle = nil
+}
+
+func (t *nexthops) add(o *object) {
+	t.byID[o.id] = o
+	t.next = max(t.next, o.id+1)
+}
+
+// use adds n to the number of routes that use an object. It returns nil if the object does not have
+// flanneld's protocol number.
+func (t *nexthops) use(id uint32, n int) *object {
+	o := t.byID[id]
+	if o != nil {
+		o.users += n
+	}
+	return o
+}
+
+func (t *nexthops) remove(id uint32) {
+	delete(t.unused, id) // another program may reuse the id
+	if o, ok := t.byID[id]; ok {
+		delete(t.byID, id)
+		if t.byHop[o.hop] == o {
+			delete(t.byHop, o.hop)
+		}
+	}
+}
+
+// forget removes an object that another program has deleted or replaced.
+func (t *nexthops) forget(id uint32) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.remove(id)
+}
+
+// addRoute completes a route in the scope that Read has found, and counts it.
+func (t *nexthops) addRoute(r *routeReply) {
+	t.complete(r)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if id := r.route.NexthopID; id != 0 {
+		if o := t.use(id, 1); o != nil && !o.others {
+			t.byHop[o.hop] = o // now usable for other routes
+		}
+	} else if r.route.Gateway.Is4() {
+		t.plain[r.oif]++
+	}
+}
+
+// complete resolves the id of a nexthop object. The kernel shows nothing else with
+// net.ipv4.nexthop_compat_mode=0.
+func (t *nexthops) complete(r *routeReply) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if o, ours := t.byID[r.route.NexthopID]; ours && r.oif == 0 {
+		r.route.Gateway = o.gateway
+		r.oif = o.index
+		r.route.OnLink = o.onLink
+	}
+}
+
+// markUsedByOthers marks objects that routes outside of the scope use, so that addRoute does not let
+// this process use them.
+func (t *nexthops) markUsedByOthers(ids []uint32) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, id := range ids {
+		if o := t.use(id, 1); o != nil {
+			o.others = true
+		}
+	}
+}
+
+// selectUnused lets the next releaseNexthops delete the objects that no route has used for t.linger. The
+// caller has just read the kernel's routes.
+func (t *nexthops) selectUnused() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	now := time.Now()
+	before := t.unused
+	t.unused = map[uint32]time.Time{}
+
+	for id, o := range t.byID {
+		if o.users > 0 {
+			continue
+		}
+		since, known := before[id]
+		if !known {
+			since = now
+		}
+		t.unused[id] = since
+		if now.Sub(since) >= t.linger {
+			t.idle = append(t.idle, id)
+		}
+	}
+}
+
+// viaNexthop reports whether op puts an IPv4 route with a gateway, which could use a nexthop object.
+func viaNexthop(op *dataplane.Op) (dataplane.Route, bool) {
+	r, _ := op.Object.(dataplane.Route)
+	return r, !op.Delete && r.Gateway.Is4()
+}
+
+// putFailed takes a plain route back whose put has failed. After any failure the Reconciler reads the
+// kernel, which counts the users of nexthop objects again.
+func (t *nexthops) putFailed(op *dataplane.Op, indexes map[string]int) {
+	if r, ok := viaNexthop(op); ok && r.NexthopID == 0 {
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		t.plain[indexes[r.Dev]]--
+	}
+}

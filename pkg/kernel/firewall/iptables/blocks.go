@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package iptables
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+)
+
+// Blocks returns the rules and policies that drop one of packets, those of all variants that are installed. It omits
+// rules of Docker, for which there is a function of their own.
+func Blocks(ctx context.Context, packets []firewall.Packet) (blocks []firewall.Block, err error) {
+	var errs []error
+	for _, f := range families() {
+		of := slices.DeleteFunc(slices.Clone(packets), func(p firewall.Packet) bool { return prefix.FamilyOf(p.Src) != f })
+		if len(of) == 0 {
+			continue
+		}
+
+		for _, v := range Present(f) {
+			text, err := save(ctx, v, f)
+			if err != nil {
+				errs = append(errs, err)
+				continue
+			}
+			for _, p := range of {
+				if b, ok := blocked(text, p); ok {
+					b.Program = v.Program(f)
+					blocks = append(blocks, b)
+				}
+			}
+		}
+	}
+	return blocks, oneline.Join(errs...)
+}
+
+// Present returns the variants NFT and Legacy, as far as they are installed and have tables, or Default if neither is
+// installed.
+func Present(f prefix.Family) []Variant {
+	all := slices.DeleteFunc([]Variant{NFT, Legacy}, func(v Variant) bool { return !installed(v.Program(f) + "-save") })
+	if len(all) == 0 && installed(Default.Program(f)+"-save") {
+		return []Variant{Default}
+	}
+	return slices.DeleteFunc(all, func(v Variant) bool { return v == Legacy && len(legacyTables(f)) == 0 }) // the program would create the tables
+}
+
+// blocked says what drops a packet according to the output of iptables-save.
+func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
+	d := parseSave(text)
+	first := "PREROUTING"
+	last := "FORWARD"
+	if p.In == "" {
+		first = "OUTPUT"
+		last = "OUTPUT"
+	} else if p.Out == "" {
+		last = "INPUT"
+	}
+
+	for _, at := range []struct{ table, hook string }{{"raw", first}, {"mangle", first}, {"mangle", last}, {"filter", last}} {
+		o := d[at.table].follow(at.hook, func(c condition) answer { return meets(c, p) }, nil)
+		b := firewall.Block{Packet: p, Table: at.table, Chain: o.chain, Rule: strings.TrimSpace(o.rule.spec), Doubtful: o.doubtful}
+		if o.verdict == unknown && policyOf(text, at.table, at.hook) == "DROP" {
+			b.Chain = at.hook
+			b.Rule = "policy DROP"
+			return b, true
+		}
+		if o.verdict == no && !strings.HasPrefix(o.chain, dockerChains) {
+			return b, true
+		}
+	}
+	return firewall.Block{}, false
+}
+
+func policyOf(text, table, chain string) string {
+	_, rest, _ := strings.Cut("\n"+text, "\n*"+table+"\n")
+	rest, _, _ = strings.Cut(rest, "\nCOMMIT")
+	_, policy, _ := strings.Cut("\n"+rest, "\n:"+chain+" ")
+	policy, _, _ = strings.Cut(policy, " ")
+	return policy
+}
+
+// meets ignores the "!" of a condition.
+func meets(c condition, p firewall.Packet) answer {
+	switch c.option {
+	case "-s":
+		return covers(c.value, prefix.Host(p.Src))
+	case "-d":
+		return covers(c.value, prefix.Host(p.Dst))
+	case "-i":
+		return matchesDevice(c.value, p.In)
+	case "-o":
+		return matchesDevice(c.value, p.Out)
+	case "-p":
+		number, ok := protocolNumber(c.value)
+		if !ok {
+			return unknown
+		}
+		return is(number == p.Protocol)
+
+	case "--dport":
+		low, high, ranged := strings.Cut(c.value, ":")
+		if !ranged {
+			high = low
+		}
+		from, err := strconv.ParseUint(low, 10, 16)
+		to, e := strconv.ParseUint(high, 10, 16)
+		if err != nil || e != nil {
+			return unknown
+		}
+		return is(uint64(p.Port) >= from && uint64(p.Port) <= to)
+
+	case "--dports":
+		if strings.Contains(c.value, ":") {
+			return unknown
+		}
+		return is(slices.Contains(strings.Split(c.value, ","), fmt.Sprint(p.Port)))
+
+	case "--ctstate", "--state":
+		return is(slices.Contains(strings.Split(c.value, ","), "NEW"))
+	case "--mark":
+		// The packet has no mark, but an earlier rule may set one. A rule with "!" is usually about that.
+		if value, _, _ := strings.Cut(c.value, "/"); !c.not && value != "0x0" && value != "0" {
+			return no
+		}
+		return unknown
+
+	case "--dst-type":
+		return is(c.value == "UNICAST" || c.value == "LOCAL" && p.Out == "")
+	case "--comment":
+		return yes
+	}
+	return unknown
+}
+
+func matchesDevice(pattern, name string) answer {
+	if begin, ok := strings.CutSuffix(pattern, "+"); ok {
+		return is(strings.HasPrefix(name, begin))
+	}
+	return is(pattern == name)
+}
+
+// protocolNumber accepts the names that iptables-save may print.
+func protocolNumber(name string) (uint8, bool) {
+	switch name {
+	case "tcp":
+		return firewall.TCP, true
+	case "icmp":
+		return 1, true
+	case "ipv6-icmp", "icmpv6":
+		return 58, true
+	}
+	if number, ok := parseProtocol(name); ok {
+		return number, true
+	}
+	number, err := strconv.ParseUint(name, 10, 8)
+	return uint8(number), err == nil
+}

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package iptables
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall/firewalltest"
+)
+
+// TestBlocked checks which rule of iptables-save drops a packet of the tunnel, or one between pods.
+func TestBlocked(t *testing.T) {
+	tunnel := firewall.Packet{In: "eth0", Src: netip.MustParseAddr("192.0.2.2"), Dst: netip.MustParseAddr("192.0.2.1"), Protocol: firewall.UDP, Port: 8472}
+	pods := firewall.Packet{In: "flannel.1", Out: "cni0", Src: netip.MustParseAddr("10.5.7.2"), Dst: netip.MustParseAddr("10.5.49.2"), Protocol: firewall.TCP, Port: 1}
+	sent := tunnel
+	sent.In, sent.Out = tunnel.Out, tunnel.In
+	const ours = "-A FORWARD -m comment --comment \"flanneld forward\" -j FLANNEL-FWD\n-A FLANNEL-FWD -s 10.5.0.0/16 -j ACCEPT\n"
+	for name, tt := range map[string]struct {
+		policy   string // of INPUT and FORWARD; empty for ACCEPT
+		rules    string
+		packet   firewall.Packet
+		want     string // the rule; empty if the packet passes
+		doubtful bool
+	}{
+		"nothing":                        {packet: tunnel},
+		"drop of the port":               {packet: tunnel, rules: "-A INPUT -p udp -m udp --dport 8472 -j DROP\n", want: "-p udp -m udp --dport 8472 -j DROP"},
+		"drop of a range of ports":       {packet: tunnel, rules: "-A INPUT -p udp -m udp --dport 8000:9000 -j DROP\n", want: "-p udp -m udp --dport 8000:9000 -j DROP"},
+		"drop of sent packets":           {packet: sent, rules: "-A OUTPUT -o eth0 -p udp -m udp --dport 8472 -j DROP\n", want: "-o eth0 -p udp -m udp --dport 8472 -j DROP"},
+		"drop of received packets":       {packet: sent, rules: "-A INPUT -j DROP\n"},
+		"drop of another port":           {packet: tunnel, rules: "-A INPUT -p udp -m udp --dport 53 -j DROP\n"},
+		"drop of another interface":      {packet: tunnel, rules: "-A INPUT -i wlan+ -j DROP\n"},
+		"drop of interfaces":             {packet: tunnel, rules: "-A INPUT -i eth+ -j DROP\n", want: "-i eth+ -j DROP"},
+		"policy":                         {packet: tunnel, policy: "DROP", want: "policy DROP"},
+		"policy, port accepted":          {packet: tunnel, policy: "DROP", rules: "-A INPUT -p udp -m multiport --dports 53,8472 -j ACCEPT\n"},
+		"policy, set accepted":           {packet: tunnel, policy: "DROP", rules: "-A INPUT -m set --match-set peers src -j ACCEPT\n", want: "policy DROP", doubtful: true},
+		"limited drop":                   {packet: tunnel, rules: "-A INPUT -m limit --limit 5/min -j DROP\n"},
+		"RHEL":                           {packet: tunnel, rules: "-A INPUT -m state --state RELATED,ESTABLISHED -j ACCEPT\n-A INPUT -p icmp -j ACCEPT\n-A INPUT -i lo -j ACCEPT\n-A INPUT -p tcp -m state --state NEW -m tcp --dport 22 -j ACCEPT\n-A INPUT -j REJECT --reject-with icmp-host-prohibited\n", want: "-j REJECT --reject-with icmp-host-prohibited"},
+		"drop of marked packets":         {packet: pods, rules: "-A FORWARD -m mark --mark 0x8000/0x8000 -j DROP\n"},
+		"drop of packets without a mark": {packet: pods, rules: "-A FORWARD -m mark ! --mark 0x10000/0x10000 -j DROP\n"},
+		"invalid packets":                {packet: pods, rules: "-A FORWARD -m conntrack --ctstate INVALID -j DROP\n"},
+		"forward drop before ours":       {packet: pods, rules: "-A FORWARD -d 10.0.0.0/8 -j DROP\n" + ours, want: "-d 10.0.0.0/8 -j DROP"},
+		"forward drop after ours":        {packet: pods, rules: ours + "-A FORWARD -j DROP\n"},
+		"forward policy and ours":        {packet: pods, policy: "DROP", rules: ours},
+		"forward policy":                 {packet: pods, policy: "DROP", want: "policy DROP"},
+		"drop in a chain":                {packet: pods, rules: "-A FORWARD -j USER\n-A USER -i flannel.1 -j DROP\n", want: "-i flannel.1 -j DROP"},
+		"Docker, which has a function":   {packet: pods, rules: "-A FORWARD -j DOCKER\n-A DOCKER -j DROP\n"},
+	} {
+		policy := tt.policy
+		if policy == "" {
+			policy = "ACCEPT"
+		}
+		text := "*filter\n:INPUT " + policy + " [0:0]\n:FORWARD " + policy + " [0:0]\n:FLANNEL-FWD - [0:0]\n:USER - [0:0]\n:DOCKER - [0:0]\n" + tt.rules + "COMMIT\n"
+		b, ok := blocked(text, tt.packet)
+		if ok != (tt.want != "") || b.Rule != tt.want || b.Doubtful != tt.doubtful {
+			t.Errorf("%s: %+v, %v, want %q, doubtful %v", name, b, ok, tt.want, tt.doubtful)
+		}
+	}
+}
+
+// TestKernelBlocks checks that both variants are read, and what they drop before the table filter.
+func TestKernelBlocks(t *testing.T) {
+	firewalltest.Enter(t)
+	p := firewall.Packet{In: "eth0", Src: netip.MustParseAddr("192.0.2.2"), Dst: netip.MustParseAddr("192.0.2.1"), Protocol: firewall.UDP, Port: 8472}
+	for _, v := range []Variant{Legacy, NFT} {
+		program := v.Program(prefix.IPv4)
+		firewalltest.Shell(t, program+" -t raw -A PREROUTING -p udp --dport 8472 -j DROP")
+		blocks, err := Blocks(t.Context(), []firewall.Packet{p})
+		if err != nil || len(blocks) != 1 || blocks[0].Program != program || !strings.Contains(blocks[0].Rule, "8472") || blocks[0].Table != "raw" {
+			t.Errorf("%s: %+v, %v, want one rule of the table raw", v, blocks, err)
+		}
+		firewalltest.Shell(t, program+" -t raw -F PREROUTING")
+	}
+}

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package iptables
+
+import (
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+)
+
+// answer says whether a packet meets a condition or passes a chain. It is unknown if the
+// rules do not tell.
+type answer int
+
+const (
+	unknown answer = iota
+	no
+	yes
+)
+
+// condition is a condition of a rule, such as "! -i docker0".
+type condition struct {
+	not           bool
+	option, value string
+}
+
+// conditions takes a match with several options as several conditions.
+func conditions(r rule) (all []condition) {
+	words, _ := split(r.spec)
+	c := condition{}
+	for i := 0; i < len(words); i++ {
+		switch w := words[i]; {
+		case w == "-j" || w == "-g":
+			return all
+		case w == "!":
+			c.not = true
+		case w == "-m":
+			i++ // the options of the module show the condition
+		case strings.HasPrefix(w, "-"):
+			c.option = w
+			if i+1 < len(words) && !strings.HasPrefix(words[i+1], "-") && words[i+1] != "!" {
+				i++
+				c.value = words[i]
+			}
+			all = append(all, c)
+			c = condition{}
+		}
+	}
+	return all
+}
+
+// outcome is what becomes of a packet in a chain.
+type outcome struct {
+	verdict answer // yes if the packet is accepted, no if it is dropped or rejected, unknown if no rule decides
+	chain   string // the chain whose rule decides; empty if none does
+	rule    rule   // the rule that decides
+	// doubtful means that an earlier rule may have decided. It is not known whether the packet meets its conditions.
+	doubtful bool
+}
+
+// follow returns what becomes of a packet in the chain called name. through are the chains that led to
+// this one, so that a loop of chains ends.
+func (c chains) follow(name string, meets meetsFunc, through []string) (o outcome) {
+	if slices.Contains(through, name) {
+		return o
+	}
+
+	for _, r := range c[name] {
+		_, jump := c[r.target]
+		met := meets.all(r)
+		if met == no {
+			continue
+		}
+		if met == unknown { // it does not apply, but may
+			o.doubtful = o.doubtful || jump || r.target == "ACCEPT" || r.target == "RETURN"
+			continue
+		}
+
+		switch r.target {
+		case "ACCEPT":
+			return outcome{yes, name, r, o.doubtful}
+		case "DROP", "REJECT":
+			return outcome{no, name, r, o.doubtful}
+		case "RETURN":
+			return o
+		}
+
+		inner := c.follow(r.target, meets, append(through, name))
+		inner.doubtful = inner.doubtful || o.doubtful
+		if inner.verdict != unknown {
+			return inner
+		}
+		o.doubtful = inner.doubtful
+	}
+	return o
+}
+
+// meetsFunc returns whether a packet meets a condition, without its "!".
+type meetsFunc func(condition) answer
+
+// all reports whether the packet meets all conditions of a rule.
+func (m meetsFunc) all(r rule) answer {
+	all := yes
+	for _, c := range conditions(r) {
+		a := m(c)
+		if c.not && a != unknown {
+			a = yes + no - a
+		}
+		if a == no {
+			return no
+		}
+		if a == unknown {
+			all = unknown
+		}
+	}
+	return all
+}
+
+func is(met bool) answer {
+	if met {
+		return yes
+	}
+	return no
+}
+
+// covers reports whether the network in text contains all addresses of p (yes) or none of them (no).
+func covers(text string, p netip.Prefix) answer {
+	m, ok := match(text, false)
+	if !ok {
+		return unknown
+	}
+	if prefix.Contains(m.Prefix, p) {
+		return yes
+	}
+	if !m.Prefix.Overlaps(p) {
+		return no
+	}
+	return unknown // some of them
+}

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package iptables applies firewall rules with the programs iptables, iptables-save and
+// iptables-restore, in the variant that the caller selects. Choose finds the variant that
+// other software on the host uses. Docker returns what rules of Docker do to packets.
+package iptables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os/exec"
+	"slices"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall/nftables"
+)
+
+// lockWait is the time in seconds that iptables-restore waits for the xtables lock, if it has
+// the option --wait. After that Apply fails, and its caller repeats it later.
+const lockWait = 10
+
+// Applier implements firewall.Applier. It is not safe for concurrent use.
+type Applier struct {
+	programs  *Programs
+	corrector corrector
+	trusted   map[prefix.Family]trusted // only for the kernel's own iptables
+}
+
+// New returns an Applier that uses the programs of variant v.
+func New(v Variant) *Applier { return NewPrograms(v).Applier() }
+
+// Applier returns an Applier that uses p.
+func (p *Programs) Applier() *Applier {
+	return &Applier{programs: p, corrector: corrector{variant: p.variant, targets: nftables.Targets}, trusted: map[prefix.Family]trusted{}}
+}
+
+// Apply implements firewall.Applier. If nothing has changed it usually runs one program for
+// each family that the policies concern. With the variant Legacy it runs none if the last call
+// has found the rules of the same policies, and reading them again now would take too much CPU time.
+func (a *Applier) Apply(ctx context.Context, policies ...firewall.Policy) (changed bool, err error) {
+	var errs []error
+	for _, f := range families() {
+		if t := firewall.TableOf(f, policies...); t.Concerns() {
+			wrote, err := a.apply(ctx, policies, f, t)
+			changed = changed || wrote
+			errs = append(errs, err)
+		}
+	}
+	return changed, oneline.Join(errs...)
+}
+
+// apply applies the policies to family f, for which table contains the rules.
+func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefix.Family, table firewall.Table) (changed bool, err error) {
+	// Do not run a program if nothing is wanted and no tables exist, because the program
+	// would create them.
+	wanted := table.Wanted()
+	nothing := func() bool { return !wanted && len(legacyTables(f)) == 0 }
+	if a.programs.variant == Legacy && nothing() {
+		return false, nil
+	}
+
+	k, err := a.programs.kind(ctx, f)
+	if errors.Is(err, ErrMissing) && !wanted {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	if !k.nft && nothing() {
+		return false, nil
+	}
+
+	if !k.random {
+		policies = slices.Clone(policies)
+		for i := range policies {
+			policies[i].Random = false
+		}
+		table = firewall.TableOf(f, policies...)
+	}
+
+	if a.trusted[f].rests(table) {
+		return false, nil
+	}
+	delete(a.trusted, f)
+	have, hidden, cost, err := a.read(ctx, f, k)
+	if err != nil {
+		err = fmt.Errorf("read rules: %w", err)
+	}
+	if have == nil {
+		return false, err
+	}
+
+	script := plan(have, table)
+	if script == "" {
+		if err == nil && !k.nft {
+			a.trusted[f] = trust(table, cost)
+		}
+		return false, err
+	}
+
+	args := []string{"--noflush"}
+	if k.wait {
+		args = append(args, fmt.Sprintf("--wait=%d", lockWait))
+	}
+	if _, failed := run(ctx, script, a.programs.variant.Program(f)+"-restore", args...); failed != nil {
+		return ctx.Err() != nil, oneline.Join(err, fmt.Errorf("write rules: %w", a.corrector.refused(f, hidden, failed)))
+	}
+	return true, err
+}
+
+// read returns the existing rules, the tables that iptables-save hides, and its CPU time. If it fails,
+// have is nil, or contains nil for the tables that cannot be read.
+func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump, hidden []string, cost time.Duration, err error) {
+	have, cost, err = a.save(ctx, f, k)
+	if err == nil && k.nft {
+		hidden, err = a.corrector.correct(ctx, f, have)
+	}
+	return have, hidden, cost, err
+}
+
+// save returns the parsed output of iptables-save, and its CPU time.
+func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (_ dump, cost time.Duration, err error) {
+	program := a.programs.variant.Program(f) + "-save"
+	text, cost, err := measure(ctx, "", program)
+	if _, failed := errors.AsType[*exec.ExitError](err); failed && k.nft {
+		// A single rule of nft can make it fail for all tables. corrector.correct reads those that are
+		// left out here.
+		d := dump{}
+		for _, table := range append(Tables(), "raw") { // Docker has rules in raw
+			if text, err := run(ctx, "", program, "-t", table); err == nil {
+				maps.Copy(d, parseSave(text))
+			}
+		}
+		return d, cost, nil
+	}
+	if err != nil {
+		return nil, cost, err
+	}
+	return parseSave(text), cost, nil
+}

@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package iptables
+
+import (
+	"fmt"
+	"net/netip"
+	"strconv"
+	"strings"
+
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+)
+
+// place contains the names that a firewall.Chain has in iptables: its table, the built-in chain
+// parent, the chain of flanneld to which parent jumps, and the comment of the rules. Other
+// programs know these names, so they must not change.
+type place struct {
+	table, parent, chain string
+	comment              string
+}
+
+func placeOf(c firewall.Chain) place {
+	// In the table filter a rule of another program could accept a packet before the guard.
+	switch c {
+	case firewall.Postrouting:
+		return place{"nat", "POSTROUTING", "FLANNEL-POSTRTG", "flanneld masq"}
+	case firewall.GuardForward:
+		return place{"mangle", "FORWARD", "FLANNEL-GUARD-FWD", "flanneld guard"}
+	case firewall.GuardInput:
+		return place{"mangle", "INPUT", "FLANNEL-GUARD-IN", "flanneld guard"}
+	default:
+		return place{"filter", "FORWARD", "FLANNEL-FWD", "flanneld forward"}
+	}
+}
+
+// Tables returns the tables that contain flanneld's chains.
+func Tables() []string { return []string{"nat", "filter", "mangle"} }
+
+// Places returns flanneld's chains and their parents in the variant NFT. Apply must run
+// again when they change.
+func Places() []firewall.Place {
+	var places []firewall.Place
+	for _, c := range firewall.Chains() {
+		p := placeOf(c)
+		places = append(places, firewall.Place{Table: p.table, Chain: p.parent}, firewall.Place{Table: p.table, Chain: p.chain})
+	}
+	return places
+}
+
+// jump is the rule of the parent chain, in the form of iptables-save without "-A" and the chain.
+func (p place) jump() string {
+	return fmt.Sprintf("-m comment --comment %q -j %s", p.comment, p.chain)
+}
+
+// render returns a rule in the form of iptables-save, without "-A" and the chain.
+func (p place) render(r firewall.Rule) string {
+	var b strings.Builder
+	match := func(flag string, m firewall.Match) {
+		if !m.Prefix.IsValid() {
+			return
+		}
+		if m.Not {
+			b.WriteString("! ")
+		}
+		fmt.Fprintf(&b, "%s %s ", flag, m.Prefix)
+	}
+
+	match("-s", r.Src)
+	match("-d", r.Dst)
+	if r.Payload.Protocol != 0 {
+		fmt.Fprintf(&b, "-p %s ", protocolName(r.Payload.Protocol))
+	}
+	if r.Payload.Port != 0 {
+		fmt.Fprintf(&b, "-m udp --dport %d ", r.Payload.Port)
+	}
+	if r.Marked {
+		fmt.Fprintf(&b, "-m mark --mark %#x/%#x ", firewall.Mark, firewall.Mark)
+	}
+	fmt.Fprintf(&b, "-m comment --comment %q -j %s", p.comment, target(r.Action))
+	return b.String()
+}
+
+func target(a firewall.Action) string {
+	switch a {
+	case firewall.Return:
+		return "RETURN"
+	case firewall.Accept:
+		return "ACCEPT"
+	case firewall.Drop:
+		return "DROP"
+	case firewall.Masquerade:
+		return "MASQUERADE"
+	case firewall.MasqueradeRandom:
+		return "MASQUERADE --random-fully"
+	}
+	return ""
+}
+
+// parse reports whether render can return the rule, with any comment.
+func parse(spec string) (r firewall.Rule, comment string, ok bool) {
+	words, ok := split(spec)
+	next := func() (w string) {
+		if len(words) == 0 {
+			ok = false
+			return ""
+		}
+		w = words[0]
+		words = words[1:]
+		return w
+	}
+
+	for ok && len(words) > 0 {
+		w := next()
+		not := false
+		if w == "!" {
+			w = next()
+			not = true
+		}
+
+		switch {
+		case w == "-s":
+			r.Src, ok = match(next(), not)
+		case w == "-d":
+			r.Dst, ok = match(next(), not)
+		case not:
+			ok = false
+		case w == "-p":
+			r.Payload.Protocol, ok = parseProtocol(next())
+		case w == "-m":
+			ok = parseMatch(&r, &comment, next(), next(), next())
+		case w == "-j":
+			r.Action, ok = parseTarget(next(), words)
+			words = nil
+		default:
+			ok = false
+		}
+	}
+	return r, comment, ok && r.Action != 0
+}
+
+// protocolNames contains the names that iptables-save may use for the protocols of flanneld's
+// rules. render uses the first name of a protocol.
+var protocolNames = []struct {
+	name   string
+	number uint8
+}{{"udp", firewall.UDP}, {"4", 4}, {"ipencap", 4}, {"ipv4", 4}, {"ipip", 4}, {"41", 41}, {"ipv6", 41}, {"17", firewall.UDP}}
+
+func protocolName(number uint8) string {
+	for _, p := range protocolNames {
+		if p.number == number {
+			return p.name
+		}
+	}
+	return fmt.Sprint(number)
+}
+
+func parseProtocol(name string) (number uint8, ok bool) {
+	for _, p := range protocolNames {
+		if p.name == name {
+			return p.number, true
+		}
+	}
+	return 0, false
+}
+
+// parseMatch sets a match in r or comment. It returns false if render never writes such a match.
+func parseMatch(r *firewall.Rule, comment *string, module, option, value string) bool {
+	switch {
+	case module == "comment" && option == "--comment":
+		*comment = value
+		return true
+	case module == "mark" && option == "--mark":
+		r.Marked = true
+		return value == fmt.Sprintf("%#x/%#x", firewall.Mark, firewall.Mark)
+	case module == "udp" && option == "--dport":
+		port, err := strconv.ParseUint(value, 10, 16)
+		r.Payload.Port = uint16(port)
+		return err == nil
+	}
+	return false
+}
+
+func match(s string, not bool) (firewall.Match, bool) {
+	p, err := netip.ParsePrefix(s)
+	if err != nil { // a single address has no length
+		a, err := netip.ParseAddr(s)
+		return firewall.Match{Prefix: netip.PrefixFrom(a, a.BitLen()), Not: not}, err == nil && a.Zone() == ""
+	}
+	return firewall.Match{Prefix: p.Masked(), Not: not}, true
+}
+
+func parseTarget(name string, options []string) (firewall.Action, bool) {
+	text := strings.Join(append([]string{name}, options...), " ")
+	for a := firewall.Return; a <= firewall.MasqueradeRandom; a++ {
+		if target(a) == text {
+			return a, true
+		}
+	}
+	return 0, false
+}
+
+// split splits a line of iptables-save into words, which may be quoted.
+func split(line string) (words []string, ok bool) {
+	for {
+		line = strings.TrimLeft(line, " ")
+		if line == "" {
+			return words, true
+		}
+		if line[0] != '"' {
+			w, rest, _ := strings.Cut(line, " ")
+			words = append(words, w)
+			line = rest
+			continue
+		}
+
+		var w strings.Builder
+		i := 1
+		for ; i < len(line) && line[i] != '"'; i++ {
+			if line[i] == '\\' && i+1 < len(line) {
+				i++
+			}
+			w.WriteByte(line[i])
+		}
+		if i >= len(line) {
+			return nil, false
+		}
+		words = append(words, w.String())
+		line = line[i+1:]
+	}
+}

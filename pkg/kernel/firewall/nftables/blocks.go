@@ -1,0 +1,358 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/binary"
+	"fmt"
+	"slices"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+)
+
+// Blocks returns the rules and policies that drop one of packets. It omits the tables of iptables
+// and of Docker, for which there are other functions.
+func Blocks(packets []firewall.Packet) (blocks []firewall.Block, err error) {
+	c, err := nftables.New()
+	if err != nil {
+		return nil, err
+	}
+	chains, err := c.ListChains()
+	if lacksNFTables(err) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+
+	ofIPTables := func(t *nftables.Table) bool {
+		return t.Family != nftables.TableFamilyINet && slices.ContainsFunc(chains, func(c *nftables.Chain) bool {
+			return c.Table.Name == t.Name && c.Table.Family == t.Family && slices.Contains([]string{"PREROUTING", "INPUT", "FORWARD"}, c.Name)
+		})
+	}
+
+	for _, p := range packets {
+		f := follower{conn: c, chains: chains, packet: p, raw: encodePacket(p)}
+		for _, base := range chains {
+			if !f.passes(base) || ofIPTables(base.Table) || base.Table.Name == dockerTable {
+				continue
+			}
+
+			o, err := f.follow(base, 0)
+			if err != nil {
+				return blocks, err
+			}
+			b := firewall.Block{Packet: p, Program: "nft", Table: familyName(base.Table.Family) + " " + base.Table.Name, Chain: o.chain, Rule: o.rule, Doubtful: o.doubtful}
+			if o.fate == undecided && base.Policy != nil && *base.Policy == nftables.ChainPolicyDrop {
+				b.Chain = base.Name
+				b.Rule = "policy drop"
+				o.fate = dropped
+			}
+			if o.fate == dropped {
+				blocks = append(blocks, b)
+			}
+		}
+	}
+	return blocks, nil
+}
+
+func familyName(f nftables.TableFamily) string {
+	return map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6", nftables.TableFamilyINet: "inet"}[f]
+}
+
+type fate int
+
+const (
+	undecided fate = iota
+	accepted
+	dropped
+)
+
+type outcome struct {
+	fate        fate
+	chain, rule string // the rule that decides, and its chain
+	doubtful    bool   // an earlier rule may have decided
+}
+
+type follower struct {
+	conn   *nftables.Conn
+	chains []*nftables.Chain
+	packet firewall.Packet
+	raw    []byte // the headers of the packet
+}
+
+func (f follower) ipHeader() int {
+	if f.packet.Src.Is4() {
+		return 20
+	}
+	return 40
+}
+
+// passes reports whether c is a base chain for filters that the packet passes.
+func (f follower) passes(c *nftables.Chain) bool {
+	own := nftables.TableFamilyIPv4
+	if f.packet.Src.Is6() {
+		own = nftables.TableFamilyIPv6
+	}
+	if c.Hooknum == nil || c.Type != nftables.ChainTypeFilter || c.Table.Family != own && c.Table.Family != nftables.TableFamilyINet {
+		return false
+	}
+
+	hooks := []nftables.ChainHook{*nftables.ChainHookPrerouting, *nftables.ChainHookForward, *nftables.ChainHookPostrouting}
+	if f.packet.In == "" {
+		hooks = []nftables.ChainHook{*nftables.ChainHookOutput, *nftables.ChainHookPostrouting}
+	} else if f.packet.Out == "" {
+		hooks = []nftables.ChainHook{*nftables.ChainHookPrerouting, *nftables.ChainHookInput}
+	}
+	return slices.Contains(hooks, *c.Hooknum)
+}
+
+// maxDepth is the maximum depth of jumps, as in the kernel.
+const maxDepth = 16
+
+func (f follower) follow(c *nftables.Chain, depth int) (o outcome, err error) {
+	rules, err := f.conn.GetRules(c.Table, c)
+	if err != nil || depth > maxDepth {
+		return o, err
+	}
+
+	for _, r := range rules {
+		v, certain, err := f.apply(r)
+		if err != nil {
+			return o, err
+		}
+		if v == nil {
+			continue
+		}
+		if !certain {
+			o.doubtful = o.doubtful || v.Kind != expr.VerdictDrop
+			continue
+		}
+
+		switch v.Kind {
+		case expr.VerdictAccept:
+			return outcome{accepted, c.Name, "", o.doubtful}, nil
+		case expr.VerdictDrop:
+			return outcome{dropped, c.Name, fmt.Sprintf("the rule with handle %d", r.Handle), o.doubtful}, nil
+		case expr.VerdictReturn:
+			return o, nil
+		case expr.VerdictJump, expr.VerdictGoto:
+			i := slices.IndexFunc(f.chains, func(to *nftables.Chain) bool {
+				return to.Name == v.Chain && to.Table.Name == c.Table.Name && to.Table.Family == c.Table.Family
+			})
+			if i < 0 {
+				continue
+			}
+			inner, err := f.follow(f.chains[i], depth+1)
+			inner.doubtful = inner.doubtful || o.doubtful
+			if err != nil || inner.fate != undecided || v.Kind == expr.VerdictGoto {
+				return inner, err
+			}
+			o.doubtful = inner.doubtful
+		default: // such as continue, or a queue for another program
+		}
+	}
+	return o, nil
+}
+
+// apply returns the verdict of a rule about the packet, or nil. certain is false if it is not known
+// whether the packet meets a condition.
+func (f follower) apply(r *nftables.Rule) (v *expr.Verdict, certain bool, err error) {
+	registers := map[uint32][]byte{} // a register that is missing is unknown
+	certain = true
+	for _, e := range r.Exprs {
+		met := true
+		known := true
+		switch e := e.(type) {
+		case *expr.Counter, *expr.Log, *expr.Notrack:
+		case *expr.Verdict:
+			return e, certain, nil
+		case *expr.Reject:
+			return &expr.Verdict{Kind: expr.VerdictDrop}, certain, nil
+		case *expr.Immediate:
+			registers[e.Register] = e.Data
+		case *expr.Meta:
+			registers[e.Register] = f.meta(e.Key)
+		case *expr.Ct:
+			registers[e.Register] = nil
+			if e.Key == expr.CtKeySTATE {
+				registers[e.Register] = binary.NativeEndian.AppendUint32(nil, expr.CtStateBitNEW)
+			}
+
+		case *expr.Payload:
+			registers[e.DestRegister] = f.payload(e)
+		case *expr.Bitwise:
+			registers[e.DestRegister] = bitwise(e, registers[e.SourceRegister])
+		case *expr.Cmp:
+			met, known = compare(e, registers[e.Register])
+		case *expr.Range:
+			have := registers[e.Register]
+			known = have != nil
+			met = known && (bytes.Compare(have, e.FromData) >= 0 && bytes.Compare(have, e.ToData) <= 0) == (e.Op == expr.CmpOpEq)
+
+		case *expr.Lookup:
+			elements, interval, err := f.elements(r.Table, e.SetName)
+			if err != nil {
+				return nil, false, err
+			}
+			found, ok := search(elements, interval, registers[e.SourceRegister])
+			known = ok
+			met = ok && (found != nil) != e.Invert
+			if e.IsDestRegSet && (met || !known) {
+				// The library does not read the verdicts of a map. Any of them may apply.
+				return &expr.Verdict{Kind: expr.VerdictAccept}, false, nil
+			}
+		default:
+			known = false
+		}
+		if known && !met {
+			return nil, certain, nil
+		}
+		certain = certain && known
+	}
+	return nil, certain, nil
+}
+
+// meta returns nil if the value of the key is not known.
+func (f follower) meta(key expr.MetaKey) []byte {
+	name := func(device string) []byte {
+		b := make([]byte, unix.IFNAMSIZ)
+		copy(b, device)
+		return b
+	}
+
+	switch key {
+	case expr.MetaKeyIIFNAME:
+		return name(f.packet.In)
+	case expr.MetaKeyOIFNAME:
+		return name(f.packet.Out)
+	case expr.MetaKeyL4PROTO:
+		return []byte{f.packet.Protocol}
+	case expr.MetaKeyNFPROTO:
+		if f.packet.Src.Is4() {
+			return []byte{unix.NFPROTO_IPV4}
+		}
+		return []byte{unix.NFPROTO_IPV6}
+
+	case expr.MetaKeyPROTOCOL:
+		if f.packet.Src.Is4() {
+			return binary.BigEndian.AppendUint16(nil, unix.ETH_P_IP)
+		}
+		return binary.BigEndian.AppendUint16(nil, unix.ETH_P_IPV6)
+	default: // also the mark, which an earlier rule may set
+		return nil
+	}
+}
+
+// payload returns nil if that part of the packet is not known.
+func (f follower) payload(e *expr.Payload) []byte {
+	start := int(e.Offset)
+	switch e.Base {
+	case expr.PayloadBaseNetworkHeader:
+	case expr.PayloadBaseTransportHeader:
+		start += f.ipHeader()
+	default:
+		return nil
+	}
+	if end := start + int(e.Len); end <= len(f.raw) {
+		return f.raw[start:end]
+	}
+	return nil
+}
+
+// encodePacket returns the headers of a packet up to the ports. The fields that Packet lacks are zero.
+func encodePacket(p firewall.Packet) []byte {
+	h := headerOf(prefix.FamilyOf(p.Src))
+	raw := make([]byte, h.dst+h.length)
+	copy(raw[h.src:], p.Src.AsSlice())
+	copy(raw[h.dst:], p.Dst.AsSlice())
+	raw[h.protocol] = p.Protocol
+
+	const anyPort = 50000
+	raw = binary.BigEndian.AppendUint16(raw, anyPort)
+	return binary.BigEndian.AppendUint16(raw, p.Port)
+}
+
+func bitwise(e *expr.Bitwise, from []byte) []byte {
+	if from == nil || len(e.Mask) != len(from) || len(e.Xor) != len(from) {
+		return nil
+	}
+	to := make([]byte, len(from))
+	for i := range from {
+		to[i] = from[i]&e.Mask[i] ^ e.Xor[i]
+	}
+	return to
+}
+
+// compare compares shorter data with the beginning of the register, as for patterns of names.
+func compare(e *expr.Cmp, have []byte) (met, known bool) {
+	if have == nil || len(have) < len(e.Data) {
+		return false, false
+	}
+
+	order := bytes.Compare(have[:len(e.Data)], e.Data)
+	switch e.Op {
+	case expr.CmpOpEq:
+		return order == 0, true
+	case expr.CmpOpNeq:
+		return order != 0, true
+	case expr.CmpOpLt:
+		return order < 0, true
+	case expr.CmpOpLte:
+		return order <= 0, true
+	case expr.CmpOpGt:
+		return order > 0, true
+	case expr.CmpOpGte:
+		return order >= 0, true
+	}
+	return false, false
+}
+
+// elements returns the sorted elements of a set, and whether they are limits of intervals.
+func (f follower) elements(t *nftables.Table, name string) (elements []nftables.SetElement, interval bool, err error) {
+	set, err := f.conn.GetSetByName(t, name)
+	if err != nil {
+		return nil, false, err
+	}
+	elements, err = f.conn.GetSetElements(set)
+	slices.SortStableFunc(elements, func(a, b nftables.SetElement) int {
+		return cmp.Or(bytes.Compare(a.Key, b.Key), cmp.Compare(limit(b), limit(a))) // the end of an interval before the start of the next
+	})
+	return elements, set.Interval, err
+}
+
+func limit(e nftables.SetElement) int {
+	if e.IntervalEnd {
+		return 1
+	}
+	return 0
+}
+
+// search returns the element that contains key. ok is false if that is not known.
+func search(elements []nftables.SetElement, interval bool, key []byte) (found *nftables.SetElement, ok bool) {
+	if key == nil {
+		return nil, false
+	}
+
+	for i, e := range elements {
+		switch {
+		case len(e.Key) != len(key) || e.KeyEnd != nil:
+			return nil, false
+		case !interval && bytes.Equal(e.Key, key):
+			return &elements[i], true
+		case interval && bytes.Compare(e.Key, key) <= 0:
+			found = &elements[i]
+		}
+	}
+	if found != nil && found.IntervalEnd {
+		found = nil
+	}
+	return found, true
+}

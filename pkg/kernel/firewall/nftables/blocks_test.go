@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall/firewalltest"
+)
+
+// TestKernelBlocks checks which rules drop a packet of the tunnel, or one between pods.
+func TestKernelBlocks(t *testing.T) {
+	firewalltest.Enter(t)
+	tunnel := firewall.Packet{In: "eth0", Src: netip.MustParseAddr("192.0.2.2"), Dst: netip.MustParseAddr("192.0.2.1"), Protocol: firewall.UDP, Port: 8472}
+	tunnel6 := tunnel
+	tunnel6.Src = netip.MustParseAddr("2001:db8::2")
+	tunnel6.Dst = netip.MustParseAddr("2001:db8::1")
+	pods := firewall.Packet{In: "flannel.1", Out: "cni0", Src: netip.MustParseAddr("10.5.7.2"), Dst: netip.MustParseAddr("10.5.49.2"), Protocol: firewall.TCP, Port: 1}
+	sent := tunnel
+	sent.In, sent.Out = tunnel.Out, tunnel.In
+	const server = "chain in { type filter hook input priority 0 ; policy drop ; ct state vmap { established : accept, related : accept, invalid : drop } ; iifname lo accept ; tcp dport { 22, 80-90 } accept ; "
+	for name, tt := range map[string]struct {
+		table    string // content of a table of the family inet
+		packet   firewall.Packet
+		want     string // chain and rule; empty if the packet passes
+		doubtful bool
+	}{
+		"no rules":                     {packet: tunnel},
+		"drop of the port":             {table: "chain in { type filter hook input priority 0 ; udp dport 8472 drop ; }", packet: tunnel, want: "in the rule with handle"},
+		"drop of the port by IPv6":     {table: "chain in { type filter hook input priority 0 ; udp dport 8472 reject ; }", packet: tunnel6, want: "in the rule with handle"},
+		"drop of sent packets":         {table: "chain out { type filter hook output priority 0 ; oifname eth0 udp dport 8472 drop ; }", packet: sent, want: "out the rule with handle"},
+		"drop after the look-up":       {table: "chain late { type filter hook postrouting priority 0 ; ip daddr 10.5.0.0/16 drop ; }", packet: pods, want: "late the rule with handle"},
+		"drop of IPv4":                 {table: "chain in { type filter hook input priority 0 ; ip saddr 192.0.2.0/24 drop ; }", packet: tunnel6},
+		"drop of another port":         {table: "chain in { type filter hook input priority 0 ; udp dport 53 drop ; }", packet: tunnel},
+		"drop before the look-up":      {table: "chain raw { type filter hook prerouting priority raw ; iifname eth* meta l4proto udp drop ; }", packet: tunnel, want: "raw the rule with handle"},
+		"drop in an interval":          {table: "chain in { type filter hook input priority 0 ; udp dport { 100-200, 8000-9000 } drop ; }", packet: tunnel, want: "in the rule with handle"},
+		"policy of a server":           {table: server + "}", packet: tunnel, want: "in policy drop"},
+		"policy of a server, accepted": {table: server + "udp dport 8472 accept ; }", packet: tunnel},
+		"policy, source in a range":    {table: server + "ip saddr 192.0.2.0-192.0.2.9 accept ; }", packet: tunnel},
+		"policy, marked accepted":      {table: server + "meta mark 5 accept ; }", packet: tunnel, want: "in policy drop", doubtful: true},
+		"policy for forwarded packets": {table: server + "}", packet: pods},
+		"forward policy":               {table: "chain through { type filter hook forward priority 0 ; policy drop ; ct state established accept ; }", packet: pods, want: "through policy drop"},
+		"jump":                         {table: "chain user { oifname { cni0, docker0 } reject ; } ; chain through { type filter hook forward priority 0 ; ct state new jump user ; }", packet: pods, want: "user the rule with handle"},
+		"jump that returns":            {table: "chain user { ip daddr 10.5.0.0/16 return ; drop ; } ; chain through { type filter hook forward priority 0 ; jump user ; }", packet: pods},
+		"limited drop":                 {table: "chain through { type filter hook forward priority 0 ; limit rate 1/second drop ; }", packet: pods},
+		"map of verdicts, then drop":   {table: "chain through { type filter hook forward priority 0 ; iifname vmap { flannel.1 : accept } ; drop ; }", packet: pods, want: "through the rule with handle", doubtful: true},
+	} {
+		firewalltest.Shell(t, "nft 'add table inet foreign; delete table inet foreign; table inet foreign { "+tt.table+" ; }'")
+		blocks, err := Blocks([]firewall.Packet{tt.packet})
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		var b firewall.Block
+		if len(blocks) > 0 {
+			b = blocks[0]
+		}
+		if len(blocks) > 1 || (len(blocks) > 0) != (tt.want != "") || !strings.HasPrefix(b.Chain+" "+b.Rule, tt.want) || b.Doubtful != tt.doubtful {
+			t.Errorf("%s: %+v, want %q, doubtful %v", name, blocks, tt.want, tt.doubtful)
+		}
+	}
+}

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+)
+
+// answerTimeout limits the time from opening a connection to the last answer on it.
+const answerTimeout = 10 * time.Second
+
+// batchBuffer is the maximum size of a transaction in bytes. A rule takes about a hundred
+// bytes. The kernel's default is sufficient for a few hundred rules.
+const batchBuffer = 16 << 20
+
+// errRaced means that the ruleset changed between reading and writing.
+var errRaced = errors.New("another program changes the ruleset")
+
+// errNoKernel means that the kernel has no nftables.
+var errNoKernel = errors.New("the kernel has no nftables")
+
+// conn is a connection to nftables in the kernel, for one family.
+type conn struct {
+	nl     *netlink.Conn
+	family prefix.Family
+}
+
+func dial(f prefix.Family) (*conn, error) {
+	nl, err := netlink.Dial(unix.NETLINK_NETFILTER, nil)
+	if err != nil {
+		return nil, fmt.Errorf("open nftables: %w", err)
+	}
+	if err := oneline.Join(nl.SetDeadline(time.Now().Add(answerTimeout)), nl.SetWriteBuffer(batchBuffer), nl.SetReadBuffer(batchBuffer)); err != nil {
+		return nil, oneline.Join(err, nl.Close())
+	}
+	return &conn{nl, f}, nil
+}
+
+func protocol(f prefix.Family) uint8 {
+	if f == prefix.IPv4 {
+		return unix.NFPROTO_IPV4
+	}
+	return unix.NFPROTO_IPV6
+}
+
+func (c *conn) close() { _ = c.nl.Close() }
+
+func (c *conn) message(typ uint16, flags netlink.HeaderFlags, attrs []byte) netlink.Message {
+	return netlink.Message{
+		Header: netlink.Header{
+			Type:  netlink.HeaderType(unix.NFNL_SUBSYS_NFTABLES<<8 | typ),
+			Flags: netlink.Request | flags,
+		},
+		Data: append([]byte{protocol(c.family), unix.NFNETLINK_V0, 0, 0}, attrs...),
+	}
+}
+
+// get requests one object, or with netlink.Dump many, and calls take with the attributes of each. It is
+// no error if the object does not exist. It returns errRaced if the ruleset changed during a dump.
+func (c *conn) get(typ uint16, flags netlink.HeaderFlags, attrs []byte, take func(*netlink.AttributeDecoder) error) error {
+	answers, err := c.nl.Execute(c.message(typ, flags, attrs))
+	if errors.Is(err, unix.ENOENT) {
+		return nil
+	}
+	if lacksNFTables(err) {
+		return fmt.Errorf("%w: %w", errNoKernel, err)
+	}
+	if err != nil {
+		return err
+	}
+
+	for _, m := range answers {
+		if m.Header.Flags&netlink.DumpInterrupted != 0 {
+			return errRaced
+		}
+		if len(m.Data) < 4 || m.Header.Type == netlink.Error || m.Header.Type == netlink.Done {
+			continue
+		}
+		ad, err := decoder(m.Data[4:])
+		if err != nil {
+			return err
+		}
+		if err := oneline.Join(take(ad), ad.Err()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func lacksNFTables(err error) bool {
+	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EPROTONOSUPPORT)
+}
+
+func decoder(b []byte) (*netlink.AttributeDecoder, error) {
+	ad, err := netlink.NewAttributeDecoder(b)
+	if err != nil {
+		return nil, err
+	}
+	ad.ByteOrder = binary.BigEndian
+	return ad, nil
+}
+
+func attributes(fill func(*netlink.AttributeEncoder)) []byte {
+	ae := netlink.NewAttributeEncoder()
+	ae.ByteOrder = binary.BigEndian
+	fill(ae)
+	b, _ := ae.Encode() // fails only if a nested function fails, and none can
+	return b
+}
+
+// generation returns the number of the ruleset, which every change increases.
+func (c *conn) generation() (id uint32, err error) {
+	err = c.get(unix.NFT_MSG_GETGEN, 0, nil, func(ad *netlink.AttributeDecoder) error {
+		for ad.Next() {
+			if ad.Type() == unix.NFTA_GEN_ID {
+				id = ad.Uint32()
+			}
+		}
+		return nil
+	})
+	return id, err
+}
+
+// commit executes all of changes, of which there must be some, or none. It returns errRaced if the
+// ruleset no longer has the given generation.
+func (c *conn) commit(generation uint32, changes []netlink.Message) error {
+	limit := func(typ netlink.HeaderType, attrs []byte) netlink.Message {
+		data := append([]byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}, attrs...)
+		return netlink.Message{Header: netlink.Header{Type: typ, Flags: netlink.Request}, Data: data}
+	}
+
+	begin := limit(unix.NFNL_MSG_BATCH_BEGIN, attributes(func(ae *netlink.AttributeEncoder) {
+		ae.Uint32(unix.NFNL_BATCH_GENID, generation)
+	}))
+
+	// The last acknowledgement follows all errors. Those of many changes would not fit the buffer.
+	changes[len(changes)-1].Header.Flags |= netlink.Acknowledge
+	if _, err := c.nl.SendMessages(slices.Concat([]netlink.Message{begin}, changes, []netlink.Message{limit(unix.NFNL_MSG_BATCH_END, nil)})); err != nil {
+		return err
+	}
+
+	for {
+		answers, err := c.nl.Receive()
+		if errors.Is(err, unix.ERESTART) {
+			return errRaced
+		}
+		if err != nil || slices.ContainsFunc(answers, func(m netlink.Message) bool { return m.Header.Type == netlink.Error }) {
+			return err
+		}
+	}
+}

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package nftables applies firewall rules through netlink, in tables of its own, and
+// listens to changes by other programs. It runs no program. HasTable, Targets, Docker and
+// Watch only read, and RemoveTable removes; they are not limited to these tables.
+package nftables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+)
+
+// attempts is the maximum number of attempts at a pass. An attempt fails if another program
+// changes the ruleset during it.
+const attempts = 10
+
+// Applier implements firewall.Applier.
+type Applier struct{}
+
+// New returns an Applier.
+func New() *Applier { return &Applier{} }
+
+// Available returns nil if the kernel has nftables, and otherwise an error that says why
+// not.
+func Available() error {
+	c, err := dial(prefix.IPv4)
+	if err != nil {
+		return err
+	}
+	defer c.close()
+	_, err = c.generation()
+	return err
+}
+
+// HasTable reports whether a table with that name exists, of any program.
+func HasTable(f prefix.Family, name string) (bool, error) {
+	t, err := read(f, name)
+	return t.exists, err
+}
+
+// RemoveTable removes the table with that name, of any program. It returns nil if there is none.
+func RemoveTable(f prefix.Family, name string) error {
+	c, err := dial(f)
+	if err != nil {
+		return err
+	}
+	defer c.close()
+
+	const anyGeneration = 0 // the kernel does not compare it (nf_tables_valid_genid)
+	err = c.commit(anyGeneration, []netlink.Message{c.delTable(name)})
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("delete nftables table %s: %w", name, err)
+	}
+	return nil
+}
+
+func read(f prefix.Family, name string) (table, error) {
+	c, err := dial(f)
+	if err != nil {
+		return table{}, err
+	}
+	defer c.close()
+	return c.table(name)
+}
+
+// Apply implements firewall.Applier. All changes to a family are one transaction, or two,
+// see once.
+func (a *Applier) Apply(ctx context.Context, policies ...firewall.Policy) (changed bool, err error) {
+	var errs []error
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		t := firewall.TableOf(f, policies...)
+		if !t.Concerns() {
+			continue
+		}
+		wrote, err := apply(ctx, t)
+		if errors.Is(err, errNoKernel) && !t.Wanted() {
+			err = nil // a kernel without nftables has no rules to remove
+		}
+		changed = changed || wrote
+		if err != nil {
+			errs = append(errs, fmt.Errorf("nftables table %s: %w", tableName(f), err))
+		}
+	}
+	return changed, oneline.Join(errs...)
+}
+
+func apply(ctx context.Context, t firewall.Table) (changed bool, err error) {
+	for range attempts {
+		wrote, more, err := once(t)
+		changed = changed || wrote
+		if err == nil && !more || err != nil && !errors.Is(err, errRaced) {
+			return changed, err
+		}
+		if ctx.Err() != nil {
+			return changed, context.Cause(ctx)
+		}
+	}
+	return changed, errRaced
+}
+
+// once reads the rules, plans and writes. It returns errRaced if the ruleset has changed meanwhile. If
+// more is set, once must be called again: the kernel does not accept the activation of a dormant table
+// together with changes of its chains.
+func once(t firewall.Table) (changed, more bool, err error) {
+	c, err := dial(t.Family)
+	if err != nil {
+		return false, false, err
+	}
+	defer c.close()
+
+	generation, err := c.generation()
+	if err != nil {
+		return false, false, err
+	}
+	have, err := c.table(tableName(t.Family))
+	if err != nil {
+		return false, false, err
+	}
+	changes, err := c.plan(have, t)
+	if err != nil || len(changes) == 0 {
+		return false, false, err
+	}
+	if err := c.commit(generation, changes); err != nil {
+		return false, false, err
+	}
+	return true, have.dormant, nil
+}
+
+// plan returns the changes that turn the existing table into t.
+func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
+	var changes []netlink.Message
+	left := have.chains
+	wanted := false
+	for _, chain := range firewall.Chains() {
+		there := have.ours[chain]
+		a := t.Arrange(chain, there.decoded)
+		if a.Empty() {
+			if there.exists {
+				changes = append(changes, c.delChain(chain)...)
+				left--
+			}
+			continue
+		}
+
+		wanted = true
+		if a.Exact && there.exists && there.right {
+			continue
+		}
+
+		of, err := c.planChain(chain, there, a)
+		if err != nil {
+			return nil, err
+		}
+		changes = append(changes, of...)
+	}
+
+	switch {
+	case wanted && !have.exists:
+		changes = append([]netlink.Message{c.newTable()}, changes...)
+	case wanted && have.dormant && len(changes) == 0:
+		return []netlink.Message{c.newTable()}, nil
+	case have.exists && !wanted && left == 0:
+		return []netlink.Message{c.delTable(tableName(t.Family))}, nil
+	}
+	return changes, nil
+}
+
+// planChain plans one chain that is wanted and not as it should be. Rules of other daemons stay.
+func (c *conn) planChain(chain firewall.Chain, there chainState, a firewall.Arrangement) ([]netlink.Message, error) {
+	var changes []netlink.Message
+	rebuild := there.exists && !there.right
+	if rebuild {
+		changes = append(changes, c.delChain(chain)...)
+	}
+	if rebuild || !there.exists {
+		changes = append(changes, c.newChain(chain))
+	}
+
+	for i, r := range there.rules {
+		if other := slices.Contains(a.Others, i); other && rebuild {
+			changes = append(changes, c.newRule(chain, r.raw, netlink.Append))
+		} else if !other && !rebuild {
+			changes = append(changes, c.delRule(chain, r.handle))
+		}
+	}
+
+	for i, r := range slices.Concat(a.Common, a.Own) {
+		raw, err := encode(c.family, r)
+		if err != nil {
+			return nil, err
+		}
+		var flags netlink.HeaderFlags // at the head
+		if i >= len(a.Common) {
+			flags = netlink.Append
+		}
+		changes = append(changes, c.newRule(chain, raw, flags))
+	}
+	return changes, nil
+}

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables
+
+import (
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+)
+
+type spec struct {
+	name, comment  string
+	kind           string
+	hook, priority uint32
+}
+
+func specOf(c firewall.Chain) spec {
+	const srcnat, filter, mangle = 100, 0, 1<<32 - 150
+	switch c {
+	case firewall.Postrouting:
+		return spec{"postrtg", "chain to manage traffic masquerading by flannel", "nat", unix.NF_INET_POST_ROUTING, srcnat}
+	case firewall.GuardForward:
+		return spec{"guard-forward", "chain to keep pods from the tunnels of other hosts", "filter", unix.NF_INET_FORWARD, mangle}
+	case firewall.GuardInput:
+		return spec{"guard-input", "chain to keep pods from the tunnel of this host", "filter", unix.NF_INET_LOCAL_IN, mangle}
+	default:
+		return spec{"forward", "chain to accept flannel traffic", "filter", unix.NF_INET_FORWARD, filter}
+	}
+}
+
+func tableName(f prefix.Family) string {
+	if f == prefix.IPv4 {
+		return "flannel-ipv4"
+	}
+	return "flannel-ipv6"
+}
+
+func tableComment(f prefix.Family) string { return "rules for " + tableName(f) }

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables
+
+import (
+	"github.com/google/nftables/userdata"
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+)
+
+type table struct {
+	exists, dormant bool
+	chains          uint32 // number of chains, sets and other objects in the table, including foreign ones
+	ours            map[firewall.Chain]chainState
+}
+
+// chainState is a chain of flanneld in the kernel.
+type chainState struct {
+	exists  bool
+	right   bool // the chain is as wanted, apart from its rules
+	rules   []ruleState
+	decoded []*firewall.Rule // decoded rules; nil for a rule that no flannel daemon creates
+}
+
+type ruleState struct {
+	handle uint64
+	raw    []byte // expressions
+}
+
+// table reads the named table and flanneld's chains in it.
+func (c *conn) table(name string) (table, error) {
+	t := table{ours: map[firewall.Chain]chainState{}}
+	attrs := attributes(func(ae *netlink.AttributeEncoder) { ae.String(unix.NFTA_TABLE_NAME, name) })
+	err := c.get(unix.NFT_MSG_GETTABLE, 0, attrs, func(ad *netlink.AttributeDecoder) error {
+		t.exists = true
+		for ad.Next() {
+			switch ad.Type() {
+			case unix.NFTA_TABLE_FLAGS:
+				t.dormant = ad.Uint32()&unix.NFT_TABLE_F_DORMANT != 0
+			case unix.NFTA_TABLE_USE:
+				t.chains = ad.Uint32()
+			}
+		}
+		return nil
+	})
+	if err != nil || !t.exists {
+		return t, err
+	}
+
+	for _, chain := range firewall.Chains() {
+		if t.ours[chain], err = c.chain(name, chain); err != nil {
+			return t, err
+		}
+	}
+	return t, nil
+}
+
+func (c *conn) chain(table string, chain firewall.Chain) (chainState, error) {
+	var s chainState
+	want := specOf(chain)
+	attrs := attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_CHAIN_TABLE, table)
+		ae.String(unix.NFTA_CHAIN_NAME, want.name)
+	})
+
+	err := c.get(unix.NFT_MSG_GETCHAIN, 0, attrs, func(ad *netlink.AttributeDecoder) error {
+		s.exists = true
+		is := spec{name: want.name, comment: want.comment}
+		policy := uint32(0)
+		for ad.Next() {
+			switch ad.Type() {
+			case unix.NFTA_CHAIN_TYPE:
+				is.kind = ad.String()
+			case unix.NFTA_CHAIN_POLICY:
+				policy = ad.Uint32()
+			case unix.NFTA_CHAIN_HOOK:
+				ad.Nested(func(hook *netlink.AttributeDecoder) error {
+					for hook.Next() {
+						switch hook.Type() {
+						case unix.NFTA_HOOK_HOOKNUM:
+							is.hook = hook.Uint32()
+						case unix.NFTA_HOOK_PRIORITY:
+							is.priority = hook.Uint32()
+						}
+					}
+					return nil
+				})
+			}
+		}
+		s.right = is == want && policy == nfAccept
+		return nil
+	})
+	if err != nil || !s.exists {
+		return s, err
+	}
+	return s, c.rules(table, want.name, &s)
+}
+
+func (c *conn) rules(table, chain string, s *chainState) error {
+	return c.eachRule(table, chain, func(r ruleState) {
+		s.rules = append(s.rules, r)
+		var decoded *firewall.Rule
+		if rule, ok := decode(c.family, r.raw); ok {
+			decoded = &rule
+		}
+		s.decoded = append(s.decoded, decoded)
+	})
+}
+
+func (c *conn) eachRule(table, chain string, take func(ruleState)) error {
+	attrs := attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_RULE_TABLE, table)
+		ae.String(unix.NFTA_RULE_CHAIN, chain)
+	})
+	return c.get(unix.NFT_MSG_GETRULE, netlink.Dump, attrs, func(ad *netlink.AttributeDecoder) error {
+		var r ruleState
+		for ad.Next() {
+			switch ad.Type() {
+			case unix.NFTA_RULE_HANDLE:
+				r.handle = ad.Uint64()
+			case unix.NFTA_RULE_EXPRESSIONS:
+				r.raw = ad.Bytes()
+			}
+		}
+		take(r)
+		return nil
+	})
+}
+
+// commentType is the type of the comment in the user data of tables and chains.
+const commentType = userdata.Type(0)
+
+func comment(text string) []byte { return userdata.AppendString(nil, commentType, text) }
+
+// The attributes of user data (linux/netfilter/nf_tables.h), for which x/sys/unix has no
+// constants.
+const (
+	nftaTableUserdata = 6
+	nftaChainUserdata = 12
+)
+
+func (c *conn) newTable() netlink.Message {
+	return c.message(unix.NFT_MSG_NEWTABLE, netlink.Create, attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_TABLE_NAME, tableName(c.family))
+		ae.Uint32(unix.NFTA_TABLE_FLAGS, 0)
+		ae.Bytes(nftaTableUserdata, comment(tableComment(c.family)))
+	}))
+}
+
+func (c *conn) delTable(name string) netlink.Message {
+	return c.message(unix.NFT_MSG_DELTABLE, 0, attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_TABLE_NAME, name)
+	}))
+}
+
+func (c *conn) newChain(chain firewall.Chain) netlink.Message {
+	s := specOf(chain)
+	return c.message(unix.NFT_MSG_NEWCHAIN, netlink.Create, attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_CHAIN_TABLE, tableName(c.family))
+		ae.String(unix.NFTA_CHAIN_NAME, s.name)
+		ae.Nested(unix.NFTA_CHAIN_HOOK, func(hook *netlink.AttributeEncoder) error {
+			hook.Uint32(unix.NFTA_HOOK_HOOKNUM, s.hook)
+			hook.Uint32(unix.NFTA_HOOK_PRIORITY, s.priority)
+			return nil
+		})
+		ae.Uint32(unix.NFTA_CHAIN_POLICY, nfAccept)
+		ae.String(unix.NFTA_CHAIN_TYPE, s.kind)
+		ae.Bytes(nftaChainUserdata, comment(s.comment))
+	}))
+}
+
+func (c *conn) delChain(chain firewall.Chain) []netlink.Message {
+	name := specOf(chain).name
+	return []netlink.Message{
+		c.message(unix.NFT_MSG_DELRULE, 0, attributes(func(ae *netlink.AttributeEncoder) { // all rules of the chain
+			ae.String(unix.NFTA_RULE_TABLE, tableName(c.family))
+			ae.String(unix.NFTA_RULE_CHAIN, name)
+		})),
+		c.message(unix.NFT_MSG_DELCHAIN, 0, attributes(func(ae *netlink.AttributeEncoder) {
+			ae.String(unix.NFTA_CHAIN_TABLE, tableName(c.family))
+			ae.String(unix.NFTA_CHAIN_NAME, name)
+		})),
+	}
+}
+
+// newRule adds a rule at the head of its chain or, if flags contain netlink.Append, at the end.
+func (c *conn) newRule(chain firewall.Chain, expressions []byte, flags netlink.HeaderFlags) netlink.Message {
+	return c.message(unix.NFT_MSG_NEWRULE, netlink.Create|flags, attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_RULE_TABLE, tableName(c.family))
+		ae.String(unix.NFTA_RULE_CHAIN, specOf(chain).name)
+		ae.Bytes(unix.NLA_F_NESTED|unix.NFTA_RULE_EXPRESSIONS, expressions)
+	}))
+}
+
+func (c *conn) delRule(chain firewall.Chain, handle uint64) netlink.Message {
+	return c.message(unix.NFT_MSG_DELRULE, 0, attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_RULE_TABLE, tableName(c.family))
+		ae.String(unix.NFTA_RULE_CHAIN, specOf(chain).name)
+		ae.Uint64(unix.NFTA_RULE_HANDLE, handle)
+	}))
+}

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+)
+
+// quiet is the pause after a call of wake. All changes during the pause together cause one more
+// call at its end, because programs often rewrite rules in many steps.
+const quiet = 200 * time.Millisecond
+
+// listenPause is the pause after a failure to listen.
+const listenPause = time.Second
+
+// listenBuffer is the size of the socket's receive buffer in bytes. An overflow does no
+// harm, because it counts as a change.
+const listenBuffer = 1 << 20
+
+// OwnPlaces returns the chains that Apply creates.
+func OwnPlaces() []firewall.Place {
+	var places []firewall.Place
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		for _, c := range firewall.Chains() {
+			places = append(places, firewall.Place{Table: tableName(f), Chain: specOf(c).name})
+		}
+	}
+	return places
+}
+
+// Watch calls wake when the rules of one of places may have changed, or the chain or table
+// itself. It returns when ctx ends. It also calls wake each time that it begins to listen.
+// If it cannot listen, it tries again.
+func Watch(ctx context.Context, places []firewall.Place, wake func()) {
+	failing := false
+	for ctx.Err() == nil {
+		err := listen(ctx, places, wake)
+		if err != nil && ctx.Err() == nil && !failing {
+			klog.FromContext(ctx).Error(err, "not listening to changes of nftables, trying again")
+		}
+		failing = err != nil
+		_ = wait.For(ctx, listenPause) // the loop notices the end of ctx
+	}
+}
+
+func listen(ctx context.Context, places []firewall.Place, wake func()) error {
+	nl, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{Groups: 1 << (unix.NFNLGRP_NFTABLES - 1)})
+	if err != nil {
+		return fmt.Errorf("listen to nftables: %w", err)
+	}
+	defer func() { _ = nl.Close() }()
+	if err := nl.SetReadBuffer(listenBuffer); err != nil {
+		return fmt.Errorf("set receive buffer: %w", err)
+	}
+	defer context.AfterFunc(ctx, func() { _ = nl.SetReadDeadline(time.Unix(1, 0)) })()
+	wake()
+
+	for ctx.Err() == nil {
+		messages, err := nl.Receive()
+		switch {
+		case ctx.Err() != nil:
+			return nil
+		case errors.Is(err, unix.ENOBUFS): // messages were lost
+		case err != nil:
+			return fmt.Errorf("listen to nftables: %w", err)
+		case !slices.ContainsFunc(messages, func(m netlink.Message) bool { return concerns(m, places) }):
+			continue
+		}
+
+		wake()
+		_ = wait.For(ctx, quiet) // the loop notices the end of ctx
+		if backlog(ctx, nl, places) {
+			wake()
+		}
+	}
+	return nil
+}
+
+// backlog reads the messages that have arrived during a pause, and reports whether one of them concerns
+// the places. A program that has written thousands of rules would otherwise cause a wake for every few
+// of them, long after it has finished.
+func backlog(ctx context.Context, nl *netlink.Conn, places []firewall.Place) (concerned bool) {
+	const none = time.Millisecond // if no message comes for that long, backlog has read all
+	for end := time.Now().Add(quiet); ctx.Err() == nil && time.Now().Before(end); {
+		if nl.SetReadDeadline(time.Now().Add(none)) != nil {
+			break
+		}
+		messages, err := nl.Receive()
+		lost := errors.Is(err, unix.ENOBUFS)
+		if err != nil && !lost {
+			break
+		}
+		concerned = concerned || lost || slices.ContainsFunc(messages, func(m netlink.Message) bool { return concerns(m, places) })
+	}
+
+	// If ctx has ended by now, listen returns. If ctx ends later, listen sets a deadline again.
+	_ = nl.SetReadDeadline(time.Time{})
+	return concerned
+}
+
+func concerns(m netlink.Message, places []firewall.Place) bool {
+	var table, chain uint16 // attributes
+	switch uint16(m.Header.Type) & 0xff {
+	case unix.NFT_MSG_NEWTABLE, unix.NFT_MSG_DELTABLE:
+		table = unix.NFTA_TABLE_NAME
+	case unix.NFT_MSG_NEWCHAIN, unix.NFT_MSG_DELCHAIN:
+		table = unix.NFTA_CHAIN_TABLE
+		chain = unix.NFTA_CHAIN_NAME
+	case unix.NFT_MSG_NEWRULE, unix.NFT_MSG_DELRULE:
+		table = unix.NFTA_RULE_TABLE
+		chain = unix.NFTA_RULE_CHAIN
+	default:
+		return false
+	}
+	if uint16(m.Header.Type)>>8 != unix.NFNL_SUBSYS_NFTABLES || len(m.Data) < 4 {
+		return false
+	}
+
+	ad, err := decoder(m.Data[4:])
+	if err != nil {
+		return false
+	}
+	var is firewall.Place
+	for ad.Next() {
+		switch ad.Type() {
+		case table:
+			is.Table = ad.String()
+		case chain:
+			is.Chain = ad.String()
+		}
+	}
+	return slices.ContainsFunc(places, func(p firewall.Place) bool {
+		return p.Table == is.Table && (chain == 0 || p.Chain == is.Chain)
+	})
+}

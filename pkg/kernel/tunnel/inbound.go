@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tunnel
+
+import (
+	"errors"
+	"net/netip"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/kernel/tunnel/internal/packet"
+)
+
+// inbound moves packets from the datagrams of one socket to the device. Only one
+// goroutine at a time may use it.
+type inbound struct {
+	Config
+	socket *socket
+	// buf contains an offload header, the packets that the merger has gathered, and the
+	// datagrams of the last receive.
+	buf      []byte
+	receiver *receiver
+	device   *deviceWriter
+	merger   packet.Merger
+	merged   bool // the merger contains packets
+	failures int  // number of receives that failed in a row
+
+	anySender      bool // any sender may use any source
+	foreignSources bool // sources outside of the networks are allowed
+
+	// The last sender and source, because most packets have the same as the one before.
+	routes  *routes
+	from    netip.AddrPort
+	refused bool       // packets from this sender are dropped
+	reason  Reason     // why packets are dropped
+	src     netip.Addr // invalid if no packet of this sender was checked
+	allowed bool       // the sender may use src
+}
+
+func newInbound(c Config, s *socket) *inbound {
+	return &inbound{
+		Config: c, socket: s, buf: make([]byte, packet.OffloadLen+2*maxPacket), receiver: newReceiver(), device: newDeviceWriter(c.Device),
+		merger:    packet.Merger{TCP: c.Device.tcp, UDP: c.Device.udp},
+		anySender: c.Check == CheckOff, foreignSources: c.Check != CheckStrict,
+	}
+}
+
+// maxFailures is the number of receives in a row that may fail before the tunnel ends.
+const maxFailures = 100
+
+// read implements direction.
+func (i *inbound) read(fd uintptr) error {
+	at := i.nextOffset()
+	before := i.receiver.lost
+	n, size, from, err := i.receiver.receive(fd, i.buf[at:at+maxPacket])
+	switch {
+	case err == nil:
+		i.failures = 0
+		if lost := i.receiver.lost - before; lost > 0 {
+			i.Counters.dropped[SocketFull].Add(uint64(lost))
+		}
+		i.take(at, n, size, from)
+	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.EINTR), i.failures == maxFailures:
+		return err
+	default: // an earlier datagram has probably caused the error
+		i.failures++
+	}
+	return nil
+}
+
+// ready implements direction. Writing to the device never waits.
+func (*inbound) ready() bool { return true }
+
+// nextOffset returns the offset in buf for the next receive. If more can be added to
+// the gathered packets and buf has room, the offset is behind them, because the next
+// datagrams may continue a super-packet that the sender had to split. Otherwise
+// nextOffset flushes the gathered packets, and the offset is at the start of buf,
+// behind the offload header.
+func (i *inbound) nextOffset() int {
+	if i.merged {
+		if end, grows := i.merger.End(); grows && end+maxPacket <= len(i.buf) {
+			return end
+		}
+		i.flush()
+	}
+	return packet.OffloadLen
+}
+
+// take handles the result of one receive: n bytes of buf from offset at on. They
+// contain datagrams of size bytes, of which the last may be shorter. If size is 0, they
+// contain one datagram.
+func (i *inbound) take(at, n, size int, from netip.AddrPort) {
+	if now := i.Table.current.Load(); now != i.routes || from != i.from {
+		i.flush() // the merger contains packets of one sender only, because datagram does not check packets that the merger adds
+		i.routes = now
+		i.from = from
+		i.src = netip.Addr{}
+		i.reason, i.refused = i.refusal(from)
+	}
+	if size == 0 {
+		size = max(n, 1)
+	}
+
+	end := at + n
+	taken := false
+	for ; at+size < end; at += size {
+		taken = i.datagram(at, at+size) || taken
+	}
+	if taken = i.datagram(at, end) || taken; !taken {
+		i.flush() // a dropped packet must not delay the gathered ones
+	}
+}
+
+// refusal reports whether to drop datagrams from an address and port, and returns the
+// reason, which is valid only if they are dropped. Peers send from the port that they
+// listen on. A pod on a peer's host has the same address because of masquerading, but
+// another port.
+func (i *inbound) refusal(from netip.AddrPort) (Reason, bool) {
+	if i.anySender {
+		return 0, false
+	}
+	if _, known := i.routes.publics[from.Addr()]; !known {
+		return UnknownPeer, true
+	}
+	return WrongPort, from.Port() != i.socket.local.Port()
+}
+
+// datagram handles one datagram, which is in buf from offset at to end. It gathers the
+// packet for the device and reports true, or drops the packet and reports false.
+func (i *inbound) datagram(at, end int) bool {
+	if i.refused {
+		i.Counters.drop(i.reason)
+		return false
+	}
+	if i.merged && i.merger.Add(at, end) {
+		return true
+	}
+
+	b := i.buf[at:end]
+	h, fault := packet.Parse(b)
+	if fault == packet.NoFault {
+		fault = packet.CheckHeader(b, h)
+	}
+
+	switch {
+	case fault != packet.NoFault:
+		i.Counters.fault(fault)
+		return false
+
+	case h.IPv6 != i.socket.local.Addr().Is6():
+		i.Counters.drop(OtherFamily)
+		return false
+	case !i.sourceAllowed(h.Src):
+		i.Counters.drop(WrongSource)
+		return false
+
+	case !packet.Forwardable(h.Dst):
+		i.Counters.drop(WrongDestination)
+		return false
+	case h.TTL <= 1:
+		i.Counters.drop(HopsExceeded)
+		return false
+	}
+
+	i.flush()
+	i.merger.Begin(i.buf, at, at+h.Total, h)
+	i.merged = true
+	return true
+}
+
+// sourceAllowed reports whether the present sender may send packets with the source src.
+func (i *inbound) sourceAllowed(src netip.Addr) bool {
+	if src != i.src {
+		i.src, i.allowed = src, packet.Forwardable(src) && (i.anySender || i.belongsToSender(src))
+	}
+	return i.allowed
+}
+
+// belongsToSender reports whether the present sender may use the source src. An address
+// in a peer's subnet must be in a subnet of the sender. Other addresses of the networks
+// are not allowed, and addresses outside of the networks only with foreignSources. The
+// address on which this host receives datagrams is never foreign: the device accepts
+// packets with this host's own addresses, so a peer could use that address to
+// impersonate the host.
+func (i *inbound) belongsToSender(src netip.Addr) bool {
+	public, found := i.routes.subnets.Lookup(src)
+	if found {
+		return public == i.from.Addr()
+	}
+	return i.foreignSources && src != i.socket.local.Addr() && !i.inNetworks(src)
+}
+
+// flush implements direction. It writes the gathered packets to the device.
+func (i *inbound) flush() {
+	if !i.merged {
+		return
+	}
+	i.merged = false
+	b, count := i.merger.Finish()
+	packet.DecrementTTL(b[packet.OffloadLen:])
+	if err := i.device.packet(b); err != nil {
+		i.Counters.dropped[DeviceFailed].Add(uint64(count))
+		return
+	}
+	i.Counters.received.Add(uint64(count))
+}

@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package underlay
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"syscall"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+)
+
+// dumpTries is the maximum number of tries of a dump that changes interrupt.
+const dumpTries = 5
+
+// gather reads the facts that the choice with options o needs, in the network namespace of the calling
+// thread. Others may get the same Facts, so they must not be changed.
+func (o Options) gather(ctx context.Context, rest time.Duration) gathered {
+	g := o.shared(ctx, rest)
+	if g.err == nil {
+		g.facts = o.look(g.facts)
+	}
+	return g
+}
+
+// shared reads those facts that are the same for all networks with the same families. With a Reader,
+// callers share reads, and the time between two of them is at least rest.
+func (o Options) shared(ctx context.Context, rest time.Duration) gathered {
+	read := func(ctx context.Context) gathered {
+		start := spent()
+		f, err := o.read(ctx)
+		return gathered{f, err, spent() - start}
+	}
+	if o.Reader == nil {
+		return read(ctx)
+	}
+	return o.Reader.batch(fmt.Sprint(o.Families, o.asksForInterface(), rest), rest).Do(ctx, read)
+}
+
+func (o Options) read(ctx context.Context) (Facts, error) {
+	var f Facts
+	var err error
+	if f.Links, err = readLinks(ctx); err != nil {
+		return Facts{}, err
+	}
+	if !o.asksForInterface() {
+		for _, fam := range o.Families {
+			routes, err := dump(ctx, fam.String()+" default routes", func() ([]DefaultRoute, error) { return listDefaults(fam) })
+			if err != nil {
+				return Facts{}, err
+			}
+			f.Defaults = append(f.Defaults, routes...)
+		}
+	}
+	return f, nil
+}
+
+// look adds the kernel's answers to the questions of o, which networks do not share.
+func (o Options) look(f Facts) Facts {
+	if dst, err := parseAddr(o.CanReach); err == nil {
+		f.Reach = readReach(dst)
+	}
+
+	var peers []netip.Addr
+	if o.Peers != nil {
+		peers = o.Peers()
+	}
+	for _, fam := range o.Families {
+		asked := 0
+		for _, a := range peers {
+			if asked < mostAsked && a.IsValid() && prefix.FamilyOf(a) == fam && a.IsGlobalUnicast() && len(f.linksWith(a)) == 0 {
+				asked++
+				f.Peers = append(f.Peers, readReach(a))
+			}
+		}
+		if asked == 0 {
+			f.Elsewhere = append(f.Elsewhere, readReach(elsewhere[fam]))
+		}
+	}
+
+	failed := func(r Reach) bool { return r.Failure != "" }
+	f.Peers = slices.DeleteFunc(f.Peers, failed)
+	f.Elsewhere = slices.DeleteFunc(f.Elsewhere, failed)
+	return f
+}
+
+// mostAsked is the number of peers of a family to which the kernel's route is read.
+const mostAsked = 16
+
+// elsewhere has addresses that no host has, because they are reserved for documentation (RFC 5737,
+// RFC 3849).
+var elsewhere = map[prefix.Family]netip.Addr{
+	prefix.IPv4: netip.MustParseAddr("192.0.2.1"),
+	prefix.IPv6: netip.MustParseAddr("2001:db8::1"),
+}
+
+// spent returns the CPU time that the process has used. Elapsed time would also contain the work of
+// other programs on a busy host.
+func spent() time.Duration {
+	var u unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+		return 0
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
+
+// dump calls list until no change interrupts it. what names the result in errors.
+func dump[T any](ctx context.Context, what string, list func() (T, error)) (T, error) {
+	var zero T
+	for try := 1; ; try++ {
+		if err := ctx.Err(); err != nil {
+			return zero, err
+		}
+		v, err := list()
+		if err == nil {
+			return v, nil
+		}
+		if try == dumpTries || !errors.Is(err, netlink.ErrDumpInterrupted) {
+			return zero, fmt.Errorf("list %s: %w", what, err)
+		}
+	}
+}
+
+func readLinks(ctx context.Context) ([]Link, error) {
+	links, err := dump(ctx, "links", netlink.LinkList)
+	if err != nil {
+		return nil, err
+	}
+	addrs, err := dump(ctx, "addresses", func() ([]netlink.Addr, error) {
+		return netlink.AddrList(nil, netlink.FAMILY_ALL)
+	})
+	if err != nil {
+		return nil, err
+	}
+
+	of := map[int][]Addr{}
+	for _, a := range addrs {
+		if a.IPNet == nil {
+			continue
+		}
+		if ip, ok := netip.AddrFromSlice(a.IP); ok {
+			of[a.LinkIndex] = append(of[a.LinkIndex], newAddr(ip, a))
+		}
+	}
+
+	out := make([]Link, len(links))
+	for i, l := range links {
+		at := l.Attrs()
+		out[i] = Link{
+			Name:     at.Name,
+			Index:    at.Index,
+			Kind:     kind(l),
+			Master:   at.MasterIndex,
+			Parent:   parent(l),
+			MTU:      at.MTU,
+			Hardware: at.HardwareAddr.String(),
+			Up:       at.RawFlags&unix.IFF_UP != 0,
+			Running:  at.RawFlags&unix.IFF_RUNNING != 0,
+			Addrs:    of[at.Index],
+		}
+	}
+	slices.SortFunc(out, func(a, b Link) int { return a.Index - b.Index })
+	return out, nil
+}
+
+// kind returns "" for hardware and lo, which netlink calls "device".
+func kind(l netlink.Link) string {
+	if l.Type() == "device" {
+		return ""
+	}
+	return l.Type()
+}
+
+func parent(l netlink.Link) int {
+	// The parent of a veth is its other end. In a container, that of a macvlan is an interface of the host.
+	if at := l.Attrs(); l.Type() != "veth" && at.NetNsID < 0 {
+		return at.ParentIndex
+	}
+	return 0
+}
+
+func newAddr(ip netip.Addr, a netlink.Addr) Addr {
+	flags := a.Flags
+	ones, _ := a.Mask.Size()
+	network := netip.PrefixFrom(ip, ones).Masked()
+	if a.Peer != nil {
+		if other, ok := netip.AddrFromSlice(a.Peer.IP); ok {
+			bits, _ := a.Peer.Mask.Size()
+			network = netip.PrefixFrom(other.Unmap(), bits).Masked()
+		}
+	}
+	return Addr{
+		IP:         ip,
+		Network:    network,
+		Permanent:  flags&unix.IFA_F_PERMANENT != 0,
+		Temporary:  flags&unix.IFA_F_TEMPORARY != 0,
+		Deprecated: flags&unix.IFA_F_DEPRECATED != 0,
+		// An optimistic address may be used during duplicate address detection.
+		Tentative: flags&unix.IFA_F_TENTATIVE != 0 && flags&unix.IFA_F_OPTIMISTIC == 0,
+		Duplicate: flags&unix.IFA_F_DADFAILED != 0,
+	}
+}
+
+// readReach asks the kernel for the route to dst. If there is none, another option may find an interface.
+func readReach(dst netip.Addr) Reach {
+	routes, err := netlink.RouteGet(net.IP(dst.AsSlice()))
+	if err != nil {
+		return Reach{To: dst, Failure: "look up route: " + err.Error()}
+	}
+	if len(routes) == 0 {
+		return Reach{To: dst, Failure: "look up route: no answer"}
+	}
+	r := Reach{To: dst, Link: routes[0].LinkIndex}
+	if src, ok := netip.AddrFromSlice(routes[0].Src); ok {
+		r.Source = src
+	}
+	return r
+}
+
+// dumpTimeout limits the wait for the next message of a dump.
+const dumpTimeout = 5 * time.Second
+
+// listDefaults returns the default routes of family f in the main table, in the kernel's order. It does
+// not read the whole IPv4 table: a router may have a million routes, and the kernel sorts by destination.
+func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
+	s, err := nl.Subscribe(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, err
+	}
+	defer s.Close() // it also ends the dump
+
+	timeout := unix.NsecToTimeval(int64(dumpTimeout))
+	if err := s.SetReceiveTimeout(&timeout); err != nil {
+		return nil, err
+	}
+
+	// With strict checking the kernel sends only the routes of the table in the request.
+	if err := unix.SetsockoptInt(s.GetFd(), unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1); err != nil {
+		return nil, err
+	}
+
+	req := nl.NewNetlinkRequest(unix.RTM_GETROUTE, unix.NLM_F_DUMP)
+	family := uint8(unix.AF_INET)
+	if f == prefix.IPv6 {
+		family = unix.AF_INET6
+	}
+	req.AddData(&nl.RtMsg{RtMsg: unix.RtMsg{Family: family, Table: unix.RT_TABLE_MAIN}})
+	if err := s.Send(req); err != nil {
+		return nil, err
+	}
+
+	for {
+		messages, _, err := s.Receive()
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		for _, m := range messages {
+			if done, err := collect(&defaults, f, m); done {
+				return defaults, err
+			}
+		}
+	}
+}
+
+// collect adds the default route in one message of a route dump to defaults, if there is one. done
+// reports that no other can follow.
+func collect(defaults *[]DefaultRoute, f prefix.Family, m syscall.NetlinkMessage) (done bool, err error) {
+	if m.Header.Flags&unix.NLM_F_DUMP_INTR != 0 {
+		return true, netlink.ErrDumpInterrupted
+	}
+	if (m.Header.Type == unix.NLMSG_DONE || m.Header.Type == unix.NLMSG_ERROR) && len(m.Data) >= 4 {
+		errno := syscall.Errno(-int32(binary.NativeEndian.Uint32(m.Data)))
+		if errno == 0 || errno == unix.ENOENT { // the table does not exist, so it has no routes
+			return true, nil
+		}
+		return true, errno
+	}
+	if m.Header.Type != unix.RTM_NEWROUTE || len(m.Data) < unix.SizeofRtMsg {
+		return false, nil
+	}
+
+	rt := nl.DeserializeRtMsg(m.Data)
+	if f == prefix.IPv6 && rt.Dst_len != 0 {
+		return false, nil
+	}
+
+	attrs, err := syscall.ParseNetlinkRouteAttr(&m)
+	if err != nil {
+		return true, fmt.Errorf("parse route: %w", err)
+	}
+
+	r := DefaultRoute{Family: f}
+	zero := true
+	for _, a := range attrs {
+		switch a.Attr.Type {
+		case unix.RTA_DST:
+			zero = !slices.ContainsFunc(a.Value, func(b byte) bool { return b != 0 })
+		case unix.RTA_OIF:
+			r.add(int(binary.NativeEndian.Uint32(a.Value)))
+		case unix.RTA_PRIORITY:
+			r.Metric = int(binary.NativeEndian.Uint32(a.Value))
+		case unix.RTA_MULTIPATH:
+			r.addHops(a.Value)
+		}
+	}
+
+	// Some systems keep an unreachable default route as a backstop. It carries no
+	// traffic, so it does not count.
+	if rt.Dst_len == 0 && rt.Type == unix.RTN_UNICAST && rt.Tos == 0 {
+		*defaults = append(*defaults, r)
+	}
+	return f == prefix.IPv4 && !zero, nil
+}
+
+func (r *DefaultRoute) add(link int) {
+	// Packets to several gateways on one link leave through a single interface.
+	if link > 0 && !slices.Contains(r.Links, link) {
+		r.Links = append(r.Links, link)
+	}
+}
+
+// addHops adds the links of an RTA_MULTIPATH attribute, a sequence of struct rtnexthop with
+// attributes.
+func (r *DefaultRoute) addHops(b []byte) {
+	for len(b) >= unix.SizeofRtNexthop {
+		n := int(binary.NativeEndian.Uint16(b))
+		if n < unix.SizeofRtNexthop || n > len(b) {
+			return
+		}
+		r.add(int(int32(binary.NativeEndian.Uint32(b[4:]))))
+		const alignment = 4
+		b = b[min((n+alignment-1)&^(alignment-1), len(b)):]
+	}
+}

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package underlay
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"sync"
+	"time"
+
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/base/wait"
+)
+
+// Reader lets several networks share one subscription to changes, and share reads of the facts about
+// the host. Their options must select the interface in the same way. A Reader must be used in one
+// network namespace only.
+type Reader struct {
+	facts map[string]*wait.Batch[gathered] // shared reads, see batch; guarded by mu
+
+	mu      sync.Mutex
+	changes wait.Shared
+}
+
+// gathered is the result of a read of the facts.
+type gathered struct {
+	facts Facts
+	err   error
+	cost  time.Duration // CPU time
+}
+
+// NewReader returns a Reader.
+func NewReader() *Reader {
+	return &Reader{facts: map[string]*wait.Batch[gathered]{}}
+}
+
+// batch returns the read that networks with this key share.
+func (r *Reader) batch(key string, rest time.Duration) *wait.Batch[gathered] {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	b, known := r.facts[key]
+	if !known {
+		b = &wait.Batch[gathered]{Rest: rest}
+		r.facts[key] = b
+	}
+	return b
+}
+
+// subscribe returns a channel that receives after a change of anything that gather reads. stop ends
+// the use of the channel.
+func (o Options) subscribe() (changed <-chan struct{}, stop func(), err error) {
+	changes := &wait.Shared{}
+	if o.Reader != nil {
+		changes = &o.Reader.changes
+	}
+	own, _, err := changes.Join(func(wake func()) (stop func(), err error) { return subscribe(o, wake) })
+	if err != nil {
+		return nil, nil, err
+	}
+	return own, func() { changes.Leave(own) }, nil
+}
+
+// subscribe calls wake after each change of anything that gather reads, from its return on. stop
+// returns after the last call of wake.
+func subscribe(o Options, wake func()) (stop func(), err error) {
+	groups := []uint{unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR}
+	if !o.asksForInterface() || o.CanReach != "" {
+		groups = append(groups, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
+	}
+
+	s, err := nl.Subscribe(unix.NETLINK_ROUTE, groups...)
+	if err != nil {
+		return nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
+	}
+	if o.CanReach == "" {
+		if err := onlyDefaults(s.GetFd()); err != nil {
+			s.Close()
+			return nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
+		}
+	}
+
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		relay(wake, func() error { _, _, err := s.Receive(); return err })
+	}()
+	return func() { s.Close(); <-done }, nil
+}
+
+// onlyDefaults makes the socket drop the notifications of routes that are not default routes. There may
+// be thousands, including flanneld's own.
+func onlyDefaults(fd int) error {
+	const offType, offDstLen = 4, unix.SizeofNlMsghdr + 1
+	load := func(size uint16, off uint32) unix.SockFilter {
+		return unix.SockFilter{Code: unix.BPF_LD | unix.BPF_ABS | size, K: off}
+	}
+	skip := func(value uint32, equal, other uint8) unix.SockFilter {
+		return unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, Jt: equal, Jf: other, K: value}
+	}
+	accept := func(size uint32) unix.SockFilter { return unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: size} }
+	program := []unix.SockFilter{
+		load(unix.BPF_H, offType),
+		skip(asLoaded(unix.RTM_NEWROUTE), 1, 0),
+		skip(asLoaded(unix.RTM_DELROUTE), 0, 2),
+		load(unix.BPF_B, offDstLen),
+		skip(0, 0, 1),
+		accept(math.MaxUint32),
+		accept(0),
+	}
+	return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER,
+		&unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]})
+}
+
+// asLoaded converts a message type: filters read all numbers as big-endian.
+func asLoaded(typ uint16) uint32 {
+	return uint32(binary.BigEndian.Uint16(binary.NativeEndian.AppendUint16(nil, typ)))
+}
+
+// relay calls wake after each message, until the socket is closed.
+func relay(wake func(), receive func() error) {
+	for {
+		// An overflow may have hidden a change.
+		if err := receive(); err != nil && !errors.Is(err, unix.ENOBUFS) && !errors.Is(err, unix.EINTR) {
+			return
+		}
+		wake()
+	}
+}

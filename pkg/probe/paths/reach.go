@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package paths
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/probe/ping"
+)
+
+// Target is what a pod tries to reach.
+type Target struct {
+	Addr netip.Addr
+	Port int // TCP; 0 means pings
+}
+
+// ParseTarget parses an address, or an address with a TCP port.
+func ParseTarget(text string) (Target, error) {
+	if a, err := netip.ParseAddr(text); err == nil && a.Zone() == "" {
+		return Target{Addr: a.Unmap()}, nil
+	}
+	if a, err := netip.ParseAddrPort(text); err == nil && a.Addr().Zone() == "" && a.Port() != 0 {
+		return Target{a.Addr().Unmap(), int(a.Port())}, nil
+	}
+	return Target{}, fmt.Errorf("%q is invalid: expected an address such as 10.5.7.2, or with a TCP port as in 10.96.0.1:443", text)
+}
+
+// String returns the form that ParseTarget parses.
+func (t Target) String() string {
+	if t.Port == 0 {
+		return t.Addr.String()
+	}
+	return netip.AddrPortFrom(t.Addr, uint16(t.Port)).String() //nolint:gosec // ParseTarget has read 16 bits
+}
+
+// Reach tries what passes from the network namespace of this process to a target: small pings, pings of size bytes and
+// TCP, or with a port only a TCP connection. Large packets are sent as pods send TCP: if a router reports a smaller
+// MTU, the next one is smaller. Verdict.Path is empty. It needs CAP_NET_RAW.
+func Reach(ctx context.Context, p *ping.Pinger, t Target, size int) Verdict {
+	if t.Port != 0 {
+		return connect(ctx, t)
+	}
+	s := sender{knock: knock, ping: func(ctx context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
+		return p.Ping(ctx, dst, ping.Path{Size: o.Size}, o.Timeout)
+	}}
+
+	r := s.reach(ctx, t.Addr, size)
+	v := Verdict{OK: r.broken == "", RTT: r.rtt, Broken: r.broken, Largest: r.largest}
+	switch {
+	case ctx.Err() != nil:
+		v = Verdict{Broken: Unknown, Advice: "the check was interrupted"}
+	case r.filtered:
+		v.Advice = filteredText
+	case r.broken == Tunnel:
+		v.Advice = r.err.Error()
+	case r.broken == MTU:
+		v.Advice = fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not (%v)", r.largest, size, r.err)
+	case r.broken == Checksum:
+		v.Advice = fmt.Sprintf("pings pass, TCP does not (%v)", r.err)
+	}
+	return v
+}
+
+// connect opens a TCP connection to a target.
+func connect(ctx context.Context, t Target) Verdict {
+	begin := time.Now()
+	within, cancel := context.WithTimeout(ctx, 2*answerTimeout) // so that TCP repeats a lost packet
+	defer cancel()
+	conn, err := (&net.Dialer{}).DialContext(within, "tcp", t.String())
+	if err != nil {
+		cause := err
+		if e := (*net.OpError)(nil); errors.As(err, &e) {
+			cause = e.Err // without the address, which the caller knows
+		}
+		return Verdict{Broken: Tunnel, Advice: "no TCP connection: " + cause.Error()}
+	}
+	took := time.Since(begin)
+	_ = conn.Close()
+	return Verdict{OK: true, RTT: took}
+}

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ping
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+)
+
+// TestKernelNotes sends echo requests with and without notes. Only those with a note must reach a socket, even if
+// their IPv4 header has options, and Pinger.Heard must get the notes.
+func TestKernelNotes(t *testing.T) {
+	enterLossyNamespace(t)
+	for _, host := range []netip.Addr{netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("::1")} {
+		t.Run(host.String(), func(t *testing.T) {
+			heard := make(chan string, 10)
+			listener, plain, optional := NewPinger(), NewPinger(), NewPinger()
+			listener.Heard = func(from netip.Addr, n Note) { heard <- fmt.Sprint(from, n) }
+			optional.listen = withOptions(plain.listen)
+			ping := func(p *Pinger, n Note) {
+				t.Helper()
+				t.Cleanup(func() { _ = p.Close() })
+				if _, err := p.Ping(t.Context(), host, Path{Size: 84, Note: n}, 5*time.Second); err != nil {
+					t.Fatal(err)
+				}
+			}
+			ping(listener, Note{}) // it opens its socket
+			s, err := openSocket(t.Context(), prefix.FamilyOf(host), plain.listen, listener.Heard)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer s.close()
+
+			sender := netip.MustParseAddr("10.5.2.0")
+			ping(plain, Note{})
+			ping(plain, Note{sender, time.Second})
+			ping(optional, Note{})
+			ping(optional, Note{sender, 2 * time.Second})
+			want := []string{fmt.Sprint(host, Note{sender, time.Second}), fmt.Sprint(host, Note{sender, 2 * time.Second})}
+			for _, w := range want {
+				select {
+				case got := <-heard:
+					if got != w {
+						t.Errorf("heard %s, want %s", got, w)
+					}
+				case <-time.After(5 * time.Second):
+					t.Fatalf("nothing is heard, want %s", w)
+				}
+			}
+
+			// The kernel has put all messages that it admits into the other socket.
+			_ = s.conn.SetReadDeadline(time.Now().Add(100 * time.Millisecond))
+			var admitted []string
+			buf := make([]byte, leastBuffer)
+			for size, from, err := s.conn.ReadFrom(buf); err == nil; size, from, err = s.conn.ReadFrom(buf) {
+				if n, _ := s.kind.noteOf(buf[:size]); buf[0] == s.kind.request {
+					admitted = append(admitted, fmt.Sprint(from, n))
+				}
+			}
+			if !slices.Equal(admitted, want) {
+				t.Errorf("the kernel admits %q, want %q", admitted, want)
+			}
+		})
+	}
+}
+
+// withOptions makes the packets of IPv4 sockets have IP options.
+func withOptions(listen Listen) Listen {
+	return func(ctx context.Context, lc *net.ListenConfig, network, address string) (net.PacketConn, error) {
+		control := lc.Control
+		with := &net.ListenConfig{Control: func(network, address string, c syscall.RawConn) error {
+			if err := control(network, address, c); err != nil || address != "0.0.0.0" {
+				return err
+			}
+			var err error
+			cerr := c.Control(func(fd uintptr) {
+				err = unix.SetsockoptString(int(fd), unix.IPPROTO_IP, unix.IP_OPTIONS, "\x01\x01\x01\x01") // no operation
+			})
+			if cerr != nil {
+				return cerr
+			}
+			return err
+		}}
+		return listen(ctx, with, network, address)
+	}
+}

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package ping sends ICMP echo requests of a given size, over IPv4 and IPv6. It needs
+// CAP_NET_RAW.
+package ping
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+)
+
+// ErrTooBig means that a packet with "don't fragment" set exceeds the MTU of the sender's
+// link, or the MTU that a router reported.
+var ErrTooBig = errors.New("packet too big")
+
+// ErrUnreachable means that a router reported the destination as unreachable.
+var ErrUnreachable = errors.New("unreachable")
+
+// Options are the options of an echo request.
+type Options struct {
+	Size         int           // size of the IP packet with its headers, in bytes; 0 means 84
+	DontFragment bool          // forbid fragmentation by this host and by routers
+	Timeout      time.Duration // maximum time until the reply; 0 means 1 s
+	Listen       Listen        // nil means the present network namespace
+}
+
+// Listen opens a socket by lc. A caller passes another one to send from another network namespace.
+type Listen func(ctx context.Context, lc *net.ListenConfig, network, address string) (net.PacketConn, error)
+
+// icmpKind contains the ICMP constants that differ between IPv4 and IPv6 (RFC 792,
+// RFC 4443), and the socket options.
+type icmpKind struct {
+	network, any        string
+	header              int // length of the IP header in bytes
+	request, reply      byte
+	unreachable, tooBig byte
+	level, discover     int // level and number of the socket option IP_MTU_DISCOVER or IPV6_MTU_DISCOVER
+	filter              func(fd int, types ...byte) error
+}
+
+func kindOf(f prefix.Family) icmpKind {
+	if f == prefix.IPv4 {
+		return icmpKind{
+			network: "ip4:icmp", any: "0.0.0.0", header: 20,
+			request: 8, reply: 0, unreachable: 3, tooBig: 3,
+			level: unix.IPPROTO_IP, discover: unix.IP_MTU_DISCOVER,
+			filter: filter4,
+		}
+	}
+	return icmpKind{
+		network: "ip6:ipv6-icmp", any: "::", header: 40,
+		request: 128, reply: 129, unreachable: 1, tooBig: 2,
+		level: unix.IPPROTO_IPV6, discover: unix.IPV6_MTU_DISCOVER,
+		filter: filter6,
+	}
+}
+
+// filter4 makes a socket receive only ICMP messages of these types.
+func filter4(fd int, types ...byte) error {
+	blocked := ^uint32(0)
+	for _, t := range types {
+		blocked &^= 1 << t
+	}
+	return unix.SetsockoptInt(fd, unix.SOL_RAW, unix.ICMP_FILTER, int(int32(blocked)))
+}
+
+// filter6 is filter4 for ICMPv6.
+func filter6(fd int, types ...byte) error {
+	var f unix.ICMPv6Filter
+	for i := range f.Data {
+		f.Data[i] = ^uint32(0)
+	}
+	for _, t := range types {
+		f.Data[t/32] &^= 1 << (t % 32)
+	}
+	return unix.SetsockoptICMPv6Filter(fd, unix.IPPROTO_ICMPV6, unix.ICMPV6_FILTER, &f)
+}
+
+// errNoAnswer means that the time for an answer is over.
+var errNoAnswer = errors.New("no answer")
+
+// lastRead limits how long Ping still waits after the timeout. It is short: the answer may have arrived while this
+// process waited for a CPU.
+const lastRead = 10 * time.Millisecond
+
+const icmpHeader = 8
+
+// leastBuffer is the size in bytes of the smallest buffer for answers. The kernel cuts off the part of an
+// answer that does not fit, and parse needs only the beginning.
+const leastBuffer = 1500
+
+// Ping sends one echo request to dst and returns the time to its reply. It returns
+// ErrTooBig or ErrUnreachable, wrapped, if this host or a router reports that. Without a
+// reply it returns an error after the timeout, or when ctx ends.
+func Ping(ctx context.Context, dst netip.Addr, o Options) (time.Duration, error) {
+	if o.Size == 0 {
+		o.Size = 84
+	}
+	if o.Timeout == 0 {
+		o.Timeout = time.Second
+	}
+	p := NewPinger()
+	defer func() { _ = p.Close() }()
+	if o.Listen != nil {
+		p.listen = o.Listen
+	}
+	return p.Ping(ctx, dst, Path{Size: o.Size, Whole: o.DontFragment, Split: !o.DontFragment}, o.Timeout)
+}
+
+// discoverMode sets how a socket treats packets that are larger than the MTU of their path. mode is a
+// value of IP_MTU_DISCOVER, which IPv6 has as well.
+func (k icmpKind) discoverMode(fd, mode int) error {
+	if err := unix.SetsockoptInt(fd, k.level, k.discover, mode); err != nil {
+		return err
+	}
+	if k.level != unix.IPPROTO_IPV6 || mode != unix.IP_PMTUDISC_PROBE {
+		return nil
+	}
+	return unix.SetsockoptInt(fd, k.level, unix.IPV6_DONTFRAG, 1)
+}
+
+// echo returns an ICMP echo request of size bytes, without an IP header. id is in its identifier and
+// sequence number. For ICMPv6 the kernel fills in the checksum.
+func (k icmpKind) echo(id uint32, size int, note Note) []byte {
+	b := make([]byte, size)
+	b[0] = k.request
+	binary.BigEndian.PutUint32(b[4:], id)
+	note.put(b[icmpHeader:])
+	sum := uint32(0)
+	for i := 0; i+1 < len(b); i += 2 {
+		sum += uint32(binary.BigEndian.Uint16(b[i:]))
+	}
+	for sum>>16 != 0 {
+		sum = sum&0xffff + sum>>16
+	}
+	binary.BigEndian.PutUint16(b[2:], ^uint16(sum))
+	return b
+}
+
+// parse returns the id of the request that the ICMP message b, which has no IP header, answers. b is the
+// reply, or an ICMP error that quotes the request: then err is ErrTooBig or ErrUnreachable, wrapped. ok
+// is false for other messages.
+func (k icmpKind) parse(b []byte) (id uint32, ok bool, err error) {
+	if len(b) < icmpHeader {
+		return 0, false, nil
+	}
+	if b[0] == k.reply {
+		return binary.BigEndian.Uint32(b[4:]), true, nil
+	}
+
+	quoted := b[icmpHeader:]
+	if b[0] != k.unreachable && b[0] != k.tooBig || len(quoted) < k.header+icmpHeader {
+		return 0, false, nil
+	}
+
+	id = binary.BigEndian.Uint32(quoted[k.header+4:])
+	const fragmentationNeeded = 4 // IPv4 reports "too big" as this code of "unreachable"
+	if b[0] == k.tooBig && (k.tooBig != k.unreachable || b[1] == fragmentationNeeded) {
+		return id, true, fmt.Errorf("%w: a router reported an MTU of %d", ErrTooBig, binary.BigEndian.Uint16(b[6:]))
+	}
+	return id, true, fmt.Errorf("%w: code %d", ErrUnreachable, b[1])
+}

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ping
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+)
+
+// ErrNoSocket means that this process cannot open a socket for echo requests.
+var ErrNoSocket = errors.New("open a socket for echo requests")
+
+// Pinger sends all echo requests of a family from one socket, and gives each answer to the caller that
+// waits for it. If each request had a socket of its own, every socket would receive the answers to all
+// requests. A Pinger is safe for concurrent use.
+type Pinger struct {
+	// Heard is called with each note that another host sends to this one, in the families in which the Pinger
+	// has sent a request. It may be nil, and must not be changed after the first request.
+	Heard func(from netip.Addr, n Note)
+
+	listen    Listen
+	receiving sync.WaitGroup
+	sending   sync.Mutex // held for send and close of a socket, and taken before mu
+
+	mu      sync.Mutex
+	closed  bool
+	sockets map[prefix.Family]*socket
+	waiting map[uint32]request // by id
+}
+
+type request struct {
+	to     netip.Addr
+	answer chan<- error
+}
+
+// NewPinger returns a Pinger. It opens its sockets when it needs them. The caller must Close it.
+func NewPinger() *Pinger {
+	listen := func(ctx context.Context, lc *net.ListenConfig, network, address string) (net.PacketConn, error) {
+		return lc.ListenPacket(ctx, network, address)
+	}
+	return &Pinger{listen: listen, sockets: map[prefix.Family]*socket{}, waiting: map[uint32]request{}}
+}
+
+// Ping sends one echo request and returns the time to its reply, or the same errors as the function Ping.
+// It returns ErrNoSocket, wrapped, if it cannot open the socket of the family, and another error after
+// Close.
+func (p *Pinger) Ping(ctx context.Context, to netip.Addr, path Path, timeout time.Duration) (time.Duration, error) {
+	s, err := p.socket(ctx, prefix.FamilyOf(to))
+	if err != nil {
+		return 0, err
+	}
+	id := rand.Uint32()
+	answer := make(chan error, 1)
+	p.mu.Lock()
+	p.waiting[id] = request{to, answer}
+	p.mu.Unlock()
+	defer func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		delete(p.waiting, id)
+	}()
+
+	sent := time.Now()
+	if err := p.send(ctx, s, to, path, id); err != nil {
+		if errors.Is(err, unix.EMSGSIZE) {
+			return 0, fmt.Errorf("%w: %d bytes", ErrTooBig, path.Size)
+		}
+		return 0, err
+	}
+	if err := await(ctx, answer, timeout-time.Since(sent)); err != nil {
+		return 0, err
+	}
+	return time.Since(sent), nil
+}
+
+// await waits for an answer and returns it, or errNoAnswer after the timeout. It waits for lastRead more,
+// because the answer may have arrived while this process waited for a CPU.
+func await(ctx context.Context, answer <-chan error, timeout time.Duration) error {
+	for _, limit := range []time.Duration{timeout, lastRead} {
+		select {
+		case err := <-answer:
+			return err
+		case <-time.After(limit):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return errNoAnswer
+}
+
+func (p *Pinger) send(ctx context.Context, s *socket, to netip.Addr, path Path, id uint32) error {
+	p.sending.Lock()
+	defer p.sending.Unlock()
+	return s.send(ctx, to, path, id)
+}
+
+// socket returns the socket of a family. It opens the socket if there is none.
+func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*socket, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if s := p.sockets[f]; s != nil {
+		return s, nil
+	}
+	if p.closed {
+		return nil, net.ErrClosed
+	}
+
+	s, err := openSocket(ctx, f, p.listen, p.Heard)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrNoSocket, err)
+	}
+	p.sockets[f] = s
+	p.receiving.Go(func() { p.receive(s, f) })
+	return s, nil
+}
+
+// receive passes the answers to the callers that wait for them, until the socket is closed or fails. After
+// a failure it closes the socket, so that the next request opens another one.
+func (p *Pinger) receive(s *socket, f prefix.Family) {
+	for {
+		a, err := s.receive()
+		if err != nil {
+			p.drop(s, f)
+			return
+		}
+		p.answer(a)
+	}
+}
+
+func (p *Pinger) drop(s *socket, f prefix.Family) {
+	p.sending.Lock()
+	defer p.sending.Unlock()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.sockets[f] == s {
+		delete(p.sockets, f)
+		_ = s.close()
+	}
+}
+
+// answer gives an answer to the caller that waits for it. Over IPv4 a reply must come from the destination
+// of the request. Over IPv6 it may come from another address of the host, because the destination may be an
+// anycast address of the pods' bridge. So only the random id shows to which request the reply belongs.
+func (p *Pinger) answer(a reply) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	r, ok := p.waiting[a.ID]
+	if !ok || a.Err == nil && r.to.Is4() && r.to != a.From {
+		return
+	}
+	r.answer <- a.Err
+	delete(p.waiting, a.ID)
+}
+
+// Close closes the sockets. Calls of Ping that wait for an answer still return only after their timeout, or
+// when their context ends.
+func (p *Pinger) Close() error {
+	p.sending.Lock()
+	p.mu.Lock()
+	p.closed = true
+	var errs []error
+	for f, s := range p.sockets {
+		delete(p.sockets, f)
+		errs = append(errs, s.close())
+	}
+	p.mu.Unlock()
+	p.sending.Unlock()
+	p.receiving.Wait()
+	return oneline.Join(errs...)
+}

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package doctor
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+)
+
+// Before is what is known of a host on which no daemon runs yet. The report of its Facts is about a daemon that would
+// start now.
+type Before struct {
+	Findings []Finding // problems that the start of a daemon would have
+	// Former are the networks that a daemon has served here before. The host has routes to them.
+	Former []netip.Prefix
+	Ranges []Range
+}
+
+// Range is a range of addresses that the host reaches without flanneld.
+type Range struct {
+	To  netip.Prefix
+	Dev string
+	Via netip.Addr // zero if there is no gateway
+}
+
+// String describes the range in the form of ip(8).
+func (r Range) String() string {
+	if r.Via.IsValid() {
+		return fmt.Sprintf("%s via %s dev %s", r.To, r.Via, r.Dev)
+	}
+	return fmt.Sprintf("%s dev %s", r.To, r.Dev)
+}
+
+func (h Facts) before() []Finding {
+	if h.Before == nil {
+		return nil
+	}
+	return slices.Concat(h.Before.Findings, h.oldKernel(), h.overlaps())
+}
+
+// oldKernel checks the version of the kernel.
+func (h Facts) oldKernel() []Finding {
+	var major, minor int
+	if n, _ := fmt.Sscanf(h.Release, "%d.%d", &major, &minor); n < 2 || major > 4 || major == 4 && minor >= 20 {
+		return nil
+	}
+	return []Finding{serious("the kernel is "+h.Release+", and flanneld needs 4.20", "update the kernel")}
+}
+
+// overlaps checks whether the network takes addresses that are in use already. Routes of flanneld are longer than those
+// to a range that contains the network, so the host would lose only a part of that range.
+func (h Facts) overlaps() []Finding {
+	const choose = "choose another Network, or remove the route if nothing needs it"
+	var found []Finding
+	for _, n := range h.Report.Network.Prefixes {
+		if slices.Contains(h.Before.Former, n) {
+			continue
+		}
+		for _, r := range h.Before.Ranges {
+			switch {
+			case !r.To.Overlaps(n) || strings.HasPrefix(r.Dev, "flannel"):
+			case prefix.Contains(n, r.To):
+				found = append(found, serious(fmt.Sprintf("%s is in the network %s: pods of other hosts with these addresses are not reached", r, n), choose))
+			default:
+				found = append(found, note(fmt.Sprintf("the network %s is in %s: hosts there with addresses of pods are not reached", n, r), choose))
+			}
+		}
+	}
+	return found
+}

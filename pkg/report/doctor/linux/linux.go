@@ -1,0 +1,421 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package linux gathers the facts about this host that package doctor judges. It changes nothing.
+package linux
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall/iptables"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/report/doctor"
+	"github.com/flanneld/flanneld/pkg/report/status"
+)
+
+// dumpTries is the maximum number of tries of a dump that changes interrupt.
+const dumpTries = 5
+
+// Host returns the facts about this host without a daemon. away says why no daemon answers.
+func Host(away error) doctor.Facts {
+	return doctor.Facts{Away: away, Files: os.DirFS("/"), Release: release()}
+}
+
+// Pods returns the facts that doctor.CutOff judges: those about the packets of pods of one network. Facts.Unread names
+// those that cannot be read.
+func Pods(r status.Report) doctor.Facts {
+	f := Host(nil)
+	f.Report = &r
+
+	var errs []error
+	var e error
+	if f.Bridges, e = bridges(r); e != nil {
+		errs = append(errs, fmt.Errorf("read the bridges of pods: %w", e))
+	}
+	if f.Rules, e = rules(); e != nil {
+		errs = append(errs, fmt.Errorf("read the rules for routing tables: %w", e))
+	}
+	if f.Ways, e = ways(r, f.Bridges); e != nil {
+		errs = append(errs, fmt.Errorf("ask for the routes of pods: %w", e))
+	}
+	if slices.ContainsFunc(f.Ways, func(w doctor.Way) bool { return w.Route.Err != nil }) {
+		if f.Refusals, e = refusals(); e != nil {
+			errs = append(errs, fmt.Errorf("read the routes that refuse packets: %w", e))
+		}
+	}
+	if f.Policies, e = policies(); e != nil {
+		errs = append(errs, fmt.Errorf("read the policies of IPsec: %w", e))
+	}
+	f.Unread = oneline.Join(errs...)
+	return f
+}
+
+// Gather returns the facts about this host and one of its networks.
+func Gather(ctx context.Context, r status.Report) doctor.Facts {
+	f := Pods(r)
+	f.Docker = docker(ctx, r, f.Bridges)
+	packets := packets(r, f.Ways)
+	inIPTables, e := iptables.Blocks(ctx, packets)
+	inNFTables, e2 := nftables.Blocks(packets)
+	if e = oneline.Join(e, e2); e != nil {
+		f.Unread = oneline.Join(f.Unread, fmt.Errorf("read the rules of other firewalls: %w", e))
+	}
+	f.Blocks = slices.Concat(inIPTables, inNFTables)
+	return f
+}
+
+func release() string {
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		return "unknown"
+	}
+	return unix.ByteSliceToString(u.Release[:])
+}
+
+// dump repeats a dump that changes interrupt.
+func dump[T any](list func() ([]T, error)) (all []T, err error) {
+	for range dumpTries {
+		if all, err = list(); !errors.Is(err, netlink.ErrDumpInterrupted) {
+			return all, err
+		}
+	}
+	return nil, err
+}
+
+// Ranges returns the ranges of addresses that this host reaches through routes of any table or its own addresses, except
+// for default routes, loopback, multicast and link-local addresses.
+func Ranges() ([]doctor.Range, error) {
+	routes, err := dump(func() ([]netlink.Route, error) {
+		filter := &netlink.Route{Type: unix.RTN_UNICAST, Table: unix.RT_TABLE_UNSPEC}
+		return netlink.RouteListFiltered(netlink.FAMILY_ALL, filter, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
+	})
+	if err != nil {
+		return nil, err
+	}
+	names, err := deviceNames()
+	if err != nil {
+		return nil, err
+	}
+	addrs, err := dump(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) })
+	if err != nil {
+		return nil, err
+	}
+
+	var all []doctor.Range
+	known := map[doctor.Range]struct{}{} // without gateways; a router may have a million routes
+	add := func(r doctor.Range) {
+		key := doctor.Range{To: r.To, Dev: r.Dev}
+		_, twice := known[key]
+		a := r.To.Addr()
+		if twice || r.To.Bits() == 0 || a.IsLoopback() || a.IsMulticast() || a.IsLinkLocalUnicast() {
+			return
+		}
+
+		known[key] = struct{}{}
+		all = append(all, r)
+	}
+
+	for _, a := range addrs {
+		if to, ok := toPrefix(a.IPNet); ok {
+			add(doctor.Range{To: to.Masked(), Dev: names[a.LinkIndex]})
+		}
+	}
+
+	for _, r := range routes {
+		if to, ok := toPrefix(r.Dst); ok {
+			via, _ := netip.AddrFromSlice(r.Gw)
+			add(doctor.Range{To: to, Dev: names[r.LinkIndex], Via: via.Unmap()})
+		}
+	}
+	return all, nil
+}
+
+// deviceNames returns the names of all devices by index.
+func deviceNames() (map[int]string, error) {
+	links, err := dump(netlink.LinkList)
+	names := map[int]string{}
+	for _, l := range links {
+		names[l.Attrs().Index] = l.Attrs().Name
+	}
+	return names, err
+}
+
+// bridges returns the bridges that have an address in the network, except for the external interface.
+func bridges(r status.Report) ([]doctor.Bridge, error) {
+	links, err := dump(netlink.LinkList)
+	if err != nil {
+		return nil, err
+	}
+	addrs, err := dump(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) })
+	if err != nil {
+		return nil, err
+	}
+
+	var found []doctor.Bridge
+	for _, link := range links {
+		own := link.Attrs()
+		if link.Type() != "bridge" || own.Name == r.Interface.Name {
+			continue
+		}
+
+		b := doctor.Bridge{Name: own.Name, MTU: own.MTU}
+		for _, a := range addrs {
+			p, ok := toPrefix(a.IPNet)
+			if ok && a.LinkIndex == own.Index && slices.ContainsFunc(r.Network.Prefixes, func(n netip.Prefix) bool { return n.Contains(p.Addr()) }) {
+				b.Addresses = append(b.Addresses, p)
+			}
+		}
+
+		for _, port := range links {
+			if port.Attrs().MasterIndex == own.Index {
+				b.PortMTU = max(b.PortMTU, port.Attrs().MTU)
+			}
+		}
+		if len(b.Addresses) > 0 {
+			found = append(found, b)
+		}
+	}
+	return found, nil
+}
+
+// HasPods reports whether a bridge has an address in a subnet of this host.
+func HasPods(r status.Report) bool {
+	all, _ := bridges(r)
+	return slices.ContainsFunc(all, func(b doctor.Bridge) bool {
+		return slices.ContainsFunc(b.Addresses, func(a netip.Prefix) bool {
+			return slices.ContainsFunc(r.Lease.Subnets, func(s netip.Prefix) bool { return s.Contains(a.Addr()) })
+		})
+	})
+}
+
+func rules() ([]doctor.Rule, error) {
+	list, err := dump(func() ([]netlink.Rule, error) { return netlink.RuleList(netlink.FAMILY_ALL) })
+	if err != nil {
+		return nil, err
+	}
+	var all []doctor.Rule
+	for _, r := range list {
+		rule := doctor.Rule{Family: prefix.IPv4, Priority: r.Priority, In: r.IifName, Table: r.Table}
+		if r.Family == netlink.FAMILY_V6 {
+			rule.Family = prefix.IPv6
+		}
+		rule.From, _ = toPrefix(r.Src)
+		rule.To, _ = toPrefix(r.Dst)
+		// The library does not tell the action. Rules that refuse have no table, but those for VRFs have none either: these
+		// are about all packets.
+		rule.Refuses = r.Table == unix.RT_TABLE_UNSPEC && r.Goto < 0 && (rule.From.IsValid() || rule.To.IsValid() || rule.In != "")
+		// Packets of pods have no mark.
+		rule.Partly = r.Mark != 0 || r.Invert || r.OifName != "" || r.Tos != 0 || r.IPProto != 0 || r.Dport != nil || r.Sport != nil || r.UIDRange != nil || r.Goto > 0
+		all = append(all, rule)
+	}
+	slices.SortStableFunc(all, func(a, b doctor.Rule) int { return a.Priority - b.Priority })
+	return all, nil
+}
+
+// refusals returns the routes of all tables that drop or refuse packets.
+func refusals() (all []doctor.Refusal, err error) {
+	for _, kind := range []int{unix.RTN_BLACKHOLE, unix.RTN_UNREACHABLE, unix.RTN_PROHIBIT} {
+		routes, err := dump(func() ([]netlink.Route, error) {
+			filter := &netlink.Route{Type: kind, Table: unix.RT_TABLE_UNSPEC}
+			return netlink.RouteListFiltered(netlink.FAMILY_ALL, filter, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
+		})
+		if err != nil {
+			return nil, err
+		}
+		for _, r := range routes {
+			if to, ok := toPrefix(r.Dst); ok {
+				all = append(all, doctor.Refusal{To: to, Table: r.Table})
+			}
+		}
+	}
+	return all, nil
+}
+
+// ways asks the kernel what it does with packets between a pod of each bridge and a pod of each peer.
+func ways(r status.Report, bridges []doctor.Bridge) ([]doctor.Way, error) {
+	var all []doctor.Way
+	names := map[int]string{}
+	for _, b := range bridges {
+		for _, a := range b.Addresses {
+			if !slices.ContainsFunc(r.Lease.Subnets, func(s netip.Prefix) bool { return s.Contains(a.Addr()) }) {
+				continue
+			}
+
+			for _, p := range r.Peers {
+				for _, s := range p.Subnets {
+					if p.State == status.Refused || s.Addr().Is4() != a.Addr().Is4() {
+						continue
+					}
+
+					there := s.Addr().Next().Next() // the first address is that of the device, the second that of the bridge
+					out := doctor.Way{Subnet: s, In: b.Name, From: a.Addr().Next(), To: there}
+					if err := ask(&out, names); err != nil {
+						return nil, err
+					}
+					all = append(all, out)
+					in := arrival(out.Route.Dev, doctor.RoutesTo(p))
+					if in == "" {
+						continue
+					}
+
+					back := doctor.Way{Subnet: s, Back: true, In: in, From: there, To: a.Addr().Next()}
+					if err := ask(&back, names); err != nil {
+						return nil, err
+					}
+					all = append(all, back)
+				}
+			}
+		}
+	}
+	return all, nil
+}
+
+// arrival returns the device on which packets of a peer arrive: the one by which this host sends, unless another
+// program has changed that. It is empty if it is not known.
+func arrival(out string, own []doctor.Route) string {
+	if len(own) == 0 || slices.ContainsFunc(own, func(r doctor.Route) bool { return r.Dev == out }) {
+		return out
+	}
+	return own[0].Dev
+}
+
+// ask sets the routes of a packet. names contains the names of devices that are known already.
+func ask(w *doctor.Way, names map[int]string) (err error) {
+	from := net.IP(w.From.AsSlice())
+	if w.Route, err = lookUp(w.To, &netlink.RouteGetOptions{Iif: w.In, SrcAddr: from}, names); err != nil || w.Route.Err == nil {
+		return err
+	}
+	w.Sent, err = lookUp(w.To, nil, names)
+	return err
+}
+
+func lookUp(to netip.Addr, o *netlink.RouteGetOptions, names map[int]string) (r doctor.Route, err error) {
+	routes, err := netlink.RouteGetWithOptions(net.IP(to.AsSlice()), o)
+	refusal := unix.Errno(0)
+	switch {
+	case errors.As(err, &refusal):
+		return doctor.Route{Err: refusal}, nil
+	case err != nil:
+		return r, err
+	case len(routes) == 0:
+		return r, errors.New("the kernel gives no route")
+	}
+
+	route := routes[0]
+	r.Table = route.Table
+	r.Via, _ = netip.AddrFromSlice(route.Gw)
+	r.Via = r.Via.Unmap()
+	name, known := names[route.LinkIndex]
+	if !known {
+		link, err := netlink.LinkByIndex(route.LinkIndex)
+		if err != nil {
+			return r, err
+		}
+		name = link.Attrs().Name
+		names[route.LinkIndex] = name
+	}
+	r.Dev = name
+	return r, nil
+}
+
+// docker reads the rules of Docker about each bridge that has the subnet of this host. If the rules of a
+// firewall cannot be read, it takes them for rules that drop nothing.
+func docker(ctx context.Context, r status.Report, bridges []doctor.Bridge) []doctor.Docker {
+	var all []doctor.Docker
+	for _, subnet := range r.Lease.Subnets {
+		network := slices.IndexFunc(r.Network.Prefixes, func(n netip.Prefix) bool { return prefix.Contains(n, subnet) })
+		bridge := slices.IndexFunc(bridges, func(b doctor.Bridge) bool {
+			return slices.ContainsFunc(b.Addresses, func(a netip.Prefix) bool { return subnet.Contains(a.Addr()) })
+		})
+		if network < 0 || bridge < 0 {
+			continue
+		}
+
+		d := doctor.Docker{
+			Program: iptables.Default.Program(prefix.FamilyOf(subnet.Addr())),
+			Bridge: firewall.DockerBridge{
+				Network: r.Network.Prefixes[network], Subnet: subnet, Name: bridges[bridge].Name,
+				From: append(slices.Clone(r.Network.Devices), r.Interface.Name),
+			},
+		}
+
+		d.IPTables, _ = iptables.Docker(ctx, d.Bridge)
+		d.NFTables, _ = nftables.Docker(d.Bridge)
+		all = append(all, d)
+	}
+	return all
+}
+
+// packets returns the packets that no firewall may drop: those of the backend from and to another host, and those between
+// pods for each pair of devices.
+func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
+	var all []firewall.Packet
+	for _, own := range r.Interface.Addresses {
+		other := peerAddress(r, own.Local.Is4())
+		for _, port := range r.Network.Ports {
+			if other.IsValid() {
+				p := firewall.Packet{In: r.Interface.Name, Src: other, Dst: own.Local, Protocol: firewall.UDP, Port: uint16(port)}
+				sent := p
+				sent.In, sent.Out = p.Out, p.In
+				sent.Src, sent.Dst = p.Dst, p.Src
+				all = append(all, p, sent)
+			}
+		}
+	}
+
+	for _, w := range ways {
+		if w.Route.Err != nil {
+			continue
+		}
+		own, ok := prefix.OfFamily(r.Lease.Subnets, prefix.FamilyOf(w.Subnet.Addr()))
+		if !ok {
+			continue
+		}
+
+		// These addresses are hardly those of pods, which may have rules of their own. Nothing uses TCP port 1.
+		p := firewall.Packet{In: w.In, Out: w.Route.Dev, Src: prefix.Last(own).Prev(), Dst: prefix.Last(w.Subnet).Prev(), Protocol: firewall.TCP, Port: 1}
+		if w.Back {
+			p.Src, p.Dst = p.Dst, p.Src
+		}
+
+		same := func(other firewall.Packet) bool {
+			return other.In == p.In && other.Out == p.Out && other.Src.Is4() == p.Src.Is4()
+		}
+		if !slices.ContainsFunc(all, same) {
+			all = append(all, p)
+		}
+	}
+	return all
+}
+
+// peerAddress returns the public address of a peer, or the zero Addr if there is none of that family.
+func peerAddress(r status.Report, v4 bool) netip.Addr {
+	for _, p := range r.Peers {
+		for _, a := range p.PublicIPs {
+			if p.State != status.Refused && a.Is4() == v4 {
+				return a
+			}
+		}
+	}
+	return netip.Addr{}
+}
+
+func toPrefix(n *net.IPNet) (netip.Prefix, bool) {
+	if n == nil {
+		return netip.Prefix{}, false
+	}
+	a, ok := netip.AddrFromSlice(n.IP)
+	bits, _ := n.Mask.Size()
+	return netip.PrefixFrom(a.Unmap(), bits), ok
+}

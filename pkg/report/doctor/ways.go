@@ -1,0 +1,299 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package doctor
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"syscall"
+
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/report/status"
+)
+
+// Bridge is a bridge with an address in the network.
+type Bridge struct {
+	Name      string
+	MTU       int // in bytes
+	PortMTU   int // the largest MTU of its ports; 0 if it has none
+	Addresses []netip.Prefix
+}
+
+// Way is the kernel's decision about a packet between a pod of this host and a pod of a peer.
+type Way struct {
+	Subnet   netip.Prefix // of the peer
+	Back     bool         // the packet comes from the peer
+	In       string       // the device on which the packet arrives
+	From, To netip.Addr
+	Route    Route // the decision
+	// Sent is the decision about a packet of this host itself to the same address. It shows
+	// whether only packets that arrive on a device are refused. It is set only if Route has an error.
+	Sent Route
+}
+
+// Route is an answer of the kernel.
+type Route struct {
+	Err   error // why the packet is refused, or nil
+	Dev   string
+	Via   netip.Addr // zero if there is no gateway
+	Table int
+}
+
+// String describes the route in the form of ip(8).
+func (r Route) String() string {
+	switch {
+	case errors.Is(r.Err, syscall.EINVAL):
+		return "drops them (blackhole)"
+	case r.Err != nil:
+		return "refuses them: " + r.Err.Error()
+	}
+	s := "leads to"
+	if r.Via.IsValid() {
+		s += " " + r.Via.String()
+	}
+	return s + " dev " + r.Dev
+}
+
+// Rule is a rule for the choice of a routing table.
+type Rule struct {
+	Family   prefix.Family
+	Priority int
+	From, To netip.Prefix // zero for all addresses
+	In       string       // the device on which packets arrive; empty for all
+	Table    int
+	Refuses  bool // packets are dropped or refused without a table
+	// Partly means that the rule has other conditions, such as a mark. It is not known whether it applies.
+	Partly bool
+}
+
+// Refusal is a route that drops or refuses packets.
+type Refusal struct {
+	To    netip.Prefix
+	Table int
+}
+
+// The kernel looks up the tables default, main and local for all packets. flanneld's routes are in main.
+const (
+	tableDefault = 253
+	tableLocal   = 255
+)
+
+// takes reports whether a rule is the reason for the kernel's decision about a packet.
+func (h Facts) takes(r Rule, w Way) bool {
+	switch {
+	case r.Partly, r.Family != prefix.FamilyOf(w.To), r.Table >= tableDefault && r.Table <= tableLocal,
+		r.In != "" && r.In != w.In,
+		r.From.IsValid() && !r.From.Contains(w.From), r.To.IsValid() && !r.To.Contains(w.To):
+		return false
+	case w.Route.Err == nil:
+		return r.Table == w.Route.Table
+	}
+	return r.Refuses || slices.ContainsFunc(h.Refusals, func(f Refusal) bool { return f.Table == r.Table && f.To.Contains(w.To) })
+}
+
+// ways returns a finding for each reason why the kernel does not carry packets of pods. Packets to many peers
+// usually have the same reason.
+func (h Facts) ways() []Finding {
+	if h.Report == nil {
+		return nil
+	}
+
+	expected := map[netip.Prefix][]Route{}
+	for _, p := range h.Report.Peers {
+		for i, s := range p.Subnets {
+			routes := RoutesTo(p)
+			for _, dev := range h.Report.Network.Devices {
+				if len(routes) > 0 && h.migrates() { // the backend that carries the packets may have one route for all peers
+					routes = append(routes, Route{Dev: dev})
+				}
+			}
+			if len(routes) > 0 && i < len(p.PublicIPs) {
+				// Without flanneld's route, a packet to the host itself usually arrives as well.
+				routes = append(routes, Route{Via: p.PublicIPs[i]})
+			}
+			expected[s] = routes
+		}
+	}
+
+	var found []Finding
+	for _, w := range h.Ways {
+		f, wrong := h.wayFinding(w, expected[w.Subnet])
+		if !wrong {
+			continue
+		}
+		same := slices.IndexFunc(found, func(other Finding) bool { return other.Problem == f.Problem })
+		if same >= 0 {
+			found[same].Subnets = append(found[same].Subnets, w.Subnet)
+			continue
+		}
+		found = append(found, f)
+	}
+
+	for i, f := range found {
+		var names []string
+		for _, s := range f.Subnets {
+			names = append(names, s.String())
+		}
+		reach := "do not reach"
+		if !f.Serious {
+			reach = "may not reach"
+		}
+		found[i].Problem = fmt.Sprintf("pods %s %s: %s", reach, oneline.List(names, ", "), f.Problem)
+	}
+	return found
+}
+
+// wayFinding returns the reason why a packet does not arrive. wrong is false if nothing is wrong, or if
+// forwarding returns the reason.
+func (h Facts) wayFinding(w Way, expected []Route) (f Finding, wrong bool) {
+	r := w.Route
+	switch {
+	case r.Err == nil && w.Back && h.leadsToBridge(r.Dev),
+		r.Err == nil && !w.Back && (len(expected) == 0 || slices.ContainsFunc(expected, r.like)):
+		return h.dropped(w)
+	case r.Err != nil && prefix.FamilyOf(w.To) == prefix.IPv4:
+		if v, ok := h.sysctl("net/ipv4/conf/" + w.In + "/forwarding"); ok && v == 0 {
+			return f, false
+		}
+	}
+
+	whose := w.whose()
+	if i := slices.IndexFunc(h.Rules, func(rule Rule) bool { return h.takes(rule, w) }); i >= 0 {
+		rule := h.Rules[i]
+		to := fmt.Sprintf("a rule with priority %d looks up %s in table %d, which %s", rule.Priority, whose, rule.Table, r)
+		if rule.Refuses {
+			to = fmt.Sprintf("a rule with priority %d drops or refuses %s", rule.Priority, whose)
+		}
+		return cut("rule", to, h.ruleFix(w, rule), w.Subnet), true
+	}
+
+	// Before Linux 6.13 the filter has an error of its own, EXDEV. Later versions return EINVAL, as for a blackhole.
+	if r.Err != nil && w.Sent.Err == nil && h.strict(w.In) && (errors.Is(r.Err, syscall.EXDEV) || errors.Is(r.Err, syscall.EINVAL)) {
+		origin := "the pods of this host"
+		if w.Back {
+			origin = "the pods of other hosts"
+		}
+		return cut("rp_filter", fmt.Sprintf("rp_filter is strict on %s, and the route back to %s leads elsewhere", w.In, origin),
+			fmt.Sprintf("sysctl -w net/ipv4/conf/all/rp_filter=2 net/ipv4/conf/%s/rp_filter=2 (and lines in /etc/sysctl.d)", w.In), w.Subnet), true
+	}
+	return cut("route", fmt.Sprintf("the route of %s %s", whose, r),
+		fmt.Sprintf("ip route get %s from %s iif %s; ip route show table all; a running flanneld puts its own routes back", w.To, w.From, w.In), w.Subnet), true
+}
+
+func (w Way) whose() string {
+	if w.Back {
+		return "packets to pods"
+	}
+	return "packets from pods"
+}
+
+// dropped returns the policy of IPsec that drops a packet with the right route.
+func (h Facts) dropped(w Way) (f Finding, wrong bool) {
+	for _, direction := range []string{"fwd", "out"} {
+		if p, drops := h.policy(direction, w.From, w.To, 0); drops {
+			return h.policyFinding(p, w.whose(), w.Subnet), true
+		}
+	}
+	return f, false
+}
+
+// ruleFix returns a command that makes the packets of pods use the main table.
+func (h Facts) ruleFix(w Way, r Rule) string {
+	to := prefix.Host(w.To)
+	for _, n := range h.Report.Network.Prefixes {
+		if n.Contains(w.To) {
+			to = n
+		}
+	}
+	ip := "ip"
+	if w.To.Is6() {
+		ip = "ip -6"
+	}
+	return fmt.Sprintf("%s rule add pref %d to %s lookup main (and make it permanent)", ip, max(r.Priority-1, 1), to)
+}
+
+// RoutesTo returns the routes of flanneld to a peer. It returns nil if there are none, or if flanneld wants the host
+// to refuse the packets.
+func RoutesTo(p status.Peer) (routes []Route) {
+	for _, o := range p.Objects {
+		words := strings.Fields(o.Text)
+		if len(words) == 0 || words[0] != "route" {
+			continue
+		}
+
+		var r Route
+		for i, word := range words[:len(words)-1] {
+			switch word {
+			case "dev":
+				r.Dev = words[i+1]
+			case "via":
+				r.Via, _ = netip.ParseAddr(words[i+1])
+			}
+		}
+		if r.Dev == "" {
+			return nil
+		}
+		routes = append(routes, r)
+	}
+	return routes
+}
+
+// like reports whether the route has the gateway and the device of another. An empty device stands for all.
+func (r Route) like(other Route) bool {
+	return r.Via == other.Via && (r.Dev == other.Dev || other.Dev == "")
+}
+
+func (h Facts) leadsToBridge(dev string) bool {
+	return slices.ContainsFunc(h.Bridges, func(b Bridge) bool { return b.Name == dev })
+}
+
+// bridges checks the addresses and the MTUs of the bridges of pods.
+func (h Facts) bridges() []Finding {
+	if h.Report == nil {
+		return nil
+	}
+
+	var found []Finding
+	mtu := h.Report.Network.MTU
+	external := h.Report.Interface
+	for _, b := range h.Bridges {
+		for _, own := range h.Report.Lease.Subnets {
+			in := func(p netip.Prefix) int {
+				return slices.IndexFunc(b.Addresses, func(a netip.Prefix) bool { return p.Contains(a.Addr()) })
+			}
+
+			former := -1
+			for _, n := range h.Report.Network.Prefixes {
+				if n.Overlaps(own) {
+					former = in(n)
+				}
+			}
+			if former >= 0 && in(own) < 0 {
+				found = append(found, cut("bridge",
+					fmt.Sprintf("%s has the address %s, but this host's subnet is %s: its pods are not reached", b.Name, b.Addresses[former], own),
+					fmt.Sprintf("ip link delete %s, and restart the pods: the CNI plugin creates the bridge again", b.Name), h.subnetsOf(prefix.FamilyOf(own.Addr()))...,
+				))
+			}
+		}
+
+		switch {
+		case mtu > 0 && b.PortMTU > 0 && b.MTU > mtu: // without ports the kernel sets 1500
+			found = append(found, cut("mtu",
+				fmt.Sprintf("%s has MTU %d, the network carries %d (%s has %d): large packets are lost or slow", b.Name, b.MTU, mtu, external.Name, external.MTU),
+				fmt.Sprintf("ip link set %s mtu %d, and restart the pods; or set the MTU of %s", b.Name, mtu, external.Name)))
+		case mtu > 0 && b.PortMTU > mtu:
+			found = append(found, cut("mtu",
+				fmt.Sprintf("pods at %s have MTU %d, the network carries %d: large packets are lost or slow", b.Name, b.PortMTU, mtu),
+				"restart the pods: they keep the MTU with which they were created"))
+		case b.PortMTU > b.MTU:
+			found = append(found, cut("mtu",
+				fmt.Sprintf("%s has MTU %d, its pods have %d: large packets to them are lost", b.Name, b.MTU, b.PortMTU),
+				fmt.Sprintf("ip link set %s mtu %d", b.Name, b.PortMTU)))
+		}
+	}
+	return found
+}

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package status
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/go-logr/logr"
+
+	"github.com/flanneld/flanneld/pkg/base/oneline"
+)
+
+// Event is one entry of the log.
+type Event struct {
+	Time  time.Time `json:"time"`
+	Error bool      `json:"error,omitempty"`
+	Text  string    `json:"text"`
+}
+
+// Journal keeps the most recent log messages, except those with a verbosity above 0. It is
+// safe for concurrent use.
+type Journal struct {
+	mu     sync.Mutex
+	events []Event // used as a ring once it is full
+	next   int     // index of the oldest event once the ring is full; 0 before
+}
+
+// NewJournal returns a journal that keeps the latest size messages, but at least one.
+func NewJournal(size int) *Journal { return &Journal{events: make([]Event, 0, max(size, 1))} }
+
+// Events returns the kept messages, oldest first.
+func (j *Journal) Events() []Event {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return append(append([]Event{}, j.events[j.next:]...), j.events[:j.next]...)
+}
+
+func (j *Journal) add(e Event) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if len(j.events) < cap(j.events) {
+		j.events = append(j.events, e)
+		return
+	}
+	j.events[j.next] = e
+	j.next = (j.next + 1) % len(j.events)
+}
+
+// Logger returns a logger that writes each message to j and to the given logger. Both get only the beginning
+// of values that are too long for a line.
+func (j *Journal) Logger(to logr.Logger) logr.Logger {
+	return to.WithSink(&tee{LogSink: to.GetSink(), journal: j})
+}
+
+// tee is a log sink that writes to the journal and to another sink. It adds a frame to the
+// call stack. below makes the other sink skip that frame, so that log lines still name the
+// caller.
+type tee struct {
+	logr.LogSink
+	journal *Journal
+	values  []any
+}
+
+// WithCallDepth implements logr.CallDepthLogSink.
+func (t *tee) WithCallDepth(depth int) logr.LogSink {
+	below := t.LogSink
+	if d, ok := below.(logr.CallDepthLogSink); ok {
+		below = d.WithCallDepth(depth)
+	}
+	return &tee{LogSink: below, journal: t.journal, values: t.values}
+}
+
+func (t *tee) WithValues(kv ...any) logr.LogSink {
+	kv = short(kv)
+	return &tee{LogSink: t.LogSink.WithValues(kv...), journal: t.journal, values: append(slices.Clip(t.values), kv...)}
+}
+
+func (t *tee) WithName(name string) logr.LogSink {
+	return &tee{LogSink: t.LogSink.WithName(name), journal: t.journal, values: t.values}
+}
+
+func (t *tee) Info(level int, msg string, kv ...any) {
+	kv = short(kv)
+	if level == 0 {
+		t.journal.add(Event{Time: time.Now(), Text: text(msg, nil, t.values, kv)})
+	}
+	t.below().Info(level, msg, kv...)
+}
+
+func (t *tee) Error(err error, msg string, kv ...any) {
+	kv = short(kv)
+	if err != nil && oneline.Cut(err.Error()) != err.Error() {
+		err = errors.New(oneline.Cut(err.Error()))
+	}
+	t.journal.add(Event{Time: time.Now(), Error: true, Text: text(msg, err, t.values, kv)})
+	t.below().Error(err, msg, kv...)
+}
+
+// below returns the other sink, adjusted for the frame that tee adds to the call stack.
+func (t *tee) below() logr.LogSink {
+	if d, ok := t.LogSink.(logr.CallDepthLogSink); ok {
+		return d.WithCallDepth(1)
+	}
+	return t.LogSink
+}
+
+// short returns kv with the beginning of each value that is too long, because values may come from other
+// programs and from users.
+func short(kv []any) []any {
+	kv = slices.Clone(kv)
+	for i, v := range kv {
+		text := fmt.Sprint(v)
+		if cut := oneline.Cut(text); cut != text {
+			kv[i] = cut
+		}
+	}
+	return kv
+}
+
+// text formats a message like klog, on one line.
+func text(msg string, err error, values ...[]any) string {
+	var b strings.Builder
+	b.WriteString(msg)
+	if err != nil {
+		fmt.Fprintf(&b, " err=%q", err)
+	}
+
+	for _, kv := range values {
+		for i := 0; i+1 < len(kv); i += 2 {
+			format := " %v=%v"
+			switch kv[i+1].(type) {
+			case string, error, fmt.Stringer:
+				format = " %v=%q"
+			}
+			fmt.Fprintf(&b, format, kv[i], kv[i+1])
+		}
+	}
+	return oneline.Collapse(b.String())
+}
