@@ -67,7 +67,6 @@ func (c *Counters) Dropped() map[string]uint64 {
 
 func (c *Counters) drop(r Reason) { c.dropped[r].Add(1) }
 
-// fault counts a packet with an unusable header.
 func (c *Counters) fault(f packet.Fault) {
 	if f == packet.BadChecksum {
 		c.drop(WrongChecksum)

@@ -45,16 +45,17 @@ func OpenDevice(name string) (*Device, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open /dev/net/tun: %w", err)
 	}
+
 	flags := uint16(unix.IFF_TUN | unix.IFF_NO_PI | unix.IFF_VNET_HDR)
 	err = attach(fd, name, flags)
 	if errors.Is(err, unix.EINVAL) { // a device that was created with several queues accepts only this flag
 		err = attach(fd, name, flags|unix.IFF_MULTI_QUEUE)
 	}
 
-	switch {
-	case errors.Is(err, unix.EBUSY):
+	if errors.Is(err, unix.EBUSY) {
 		err = fmt.Errorf("%w: another program has it open", err)
-	case errors.Is(err, unix.EINVAL):
+	}
+	if errors.Is(err, unix.EINVAL) {
 		err = fmt.Errorf("%w: there is a device of that name which is no TUN device", err)
 	}
 	if err != nil {
@@ -84,8 +85,8 @@ func AdoptDevice(fd int) (*Device, error) {
 
 const maxPacket = 65535 // maximum size of an IP packet without jumbogram option
 
-// newDevice wraps fd, which must be attached to its device already, because otherwise the
-// runtime could not wait for the descriptor. If newDevice returns an error, it closes fd.
+// newDevice wraps fd, and closes it after an error. fd must be attached to its device already: the
+// runtime could not wait for it otherwise.
 func newDevice(fd int) (*Device, error) {
 	d := &Device{file: os.NewFile(uintptr(fd), "/dev/net/tun")}
 	var err error
@@ -103,6 +104,7 @@ func (d *Device) prepare(fd int) error {
 	if err != nil {
 		return err
 	}
+
 	d.name = req.Name()
 	flags := req.Uint16()
 	if flags&unix.IFF_TUN == 0 || flags&unix.IFF_NO_PI == 0 || flags&unix.IFF_VNET_HDR == 0 {
@@ -132,7 +134,6 @@ func (d *Device) AcceptOwn() error {
 	return fmt.Errorf("make %s accept packets from addresses of this host: %w", d.name, err)
 }
 
-// setOffloads requests all offloads that this kernel supports.
 func (d *Device) setOffloads(fd int) error {
 	const (
 		checksum = unix.TUN_F_CSUM
@@ -141,7 +142,7 @@ func (d *Device) setOffloads(fd int) error {
 	)
 
 	var err error
-	for _, offloads := range []int{checksum | tcp | udp, checksum | tcp, 0} {
+	for _, offloads := range []int{checksum | tcp | udp, checksum | tcp, 0} { // what this kernel supports
 		if err = unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, offloads); err == nil {
 			d.tcp = offloads&tcp != 0
 			d.udp = offloads&udp != 0
@@ -194,7 +195,6 @@ func (d *Device) Alive() bool {
 // Close closes the device.
 func (d *Device) Close() error { return d.file.Close() }
 
-// status returns name and flags of the device that is open as fd.
 func status(fd int) (*unix.Ifreq, error) {
 	req, err := unix.NewIfreq("")
 	if err != nil {
@@ -203,7 +203,6 @@ func status(fd int) (*unix.Ifreq, error) {
 	return req, unix.IoctlIfreq(fd, unix.TUNGETIFF, req)
 }
 
-// control calls f with the descriptor.
 func (d *Device) control(f func(fd int) error) error {
 	var err error
 	cerr := d.raw.Control(func(fd uintptr) { err = f(int(fd)) })

@@ -71,11 +71,8 @@ func (i *inbound) read(fd uintptr) error {
 // ready implements direction. Writing to the device never waits.
 func (*inbound) ready() bool { return true }
 
-// nextOffset returns the offset in buf for the next receive. If more can be added to
-// the gathered packets and buf has room, the offset is behind them, because the next
-// datagrams may continue a super-packet that the sender had to split. Otherwise
-// nextOffset flushes the gathered packets, and the offset is at the start of buf,
-// behind the offload header.
+// nextOffset returns the offset in buf for the next receive: behind the gathered packets if the next
+// datagrams may continue a super-packet that the sender had to split, and otherwise at the start.
 func (i *inbound) nextOffset() int {
 	if i.merged {
 		if end, grows := i.merger.End(); grows && end+maxPacket <= len(i.buf) {
@@ -86,12 +83,10 @@ func (i *inbound) nextOffset() int {
 	return packet.OffloadLen
 }
 
-// take handles the result of one receive: n bytes of buf from offset at on. They
-// contain datagrams of size bytes, of which the last may be shorter. If size is 0, they
-// contain one datagram.
+// take handles the result of one receive: n bytes of buf from offset at on, see receiver.receive.
 func (i *inbound) take(at, n, size int, from netip.AddrPort) {
 	if now := i.Table.current.Load(); now != i.routes || from != i.from {
-		i.flush() // the merger contains packets of one sender only, because datagram does not check packets that the merger adds
+		i.flush() // datagram does not check packets that the merger adds, so they must be of one sender
 		i.routes = now
 		i.from = from
 		i.src = netip.Addr{}
@@ -106,15 +101,13 @@ func (i *inbound) take(at, n, size int, from netip.AddrPort) {
 	for ; at+size < end; at += size {
 		taken = i.datagram(at, at+size) || taken
 	}
-	if taken = i.datagram(at, end) || taken; !taken {
+	taken = i.datagram(at, end) || taken
+	if !taken {
 		i.flush() // a dropped packet must not delay the gathered ones
 	}
 }
 
-// refusal reports whether to drop datagrams from an address and port, and returns the
-// reason, which is valid only if they are dropped. Peers send from the port that they
-// listen on. A pod on a peer's host has the same address because of masquerading, but
-// another port.
+// refusal reports whether to drop datagrams from an address and port, and why.
 func (i *inbound) refusal(from netip.AddrPort) (Reason, bool) {
 	if i.anySender {
 		return 0, false
@@ -122,11 +115,13 @@ func (i *inbound) refusal(from netip.AddrPort) (Reason, bool) {
 	if _, known := i.routes.publics[from.Addr()]; !known {
 		return UnknownPeer, true
 	}
+
+	// Peers send from the port that they listen on. A pod on a peer's host has the same address because
+	// of masquerading, but another port.
 	return WrongPort, from.Port() != i.socket.local.Port()
 }
 
-// datagram handles one datagram, which is in buf from offset at to end. It gathers the
-// packet for the device and reports true, or drops the packet and reports false.
+// datagram gathers the packet that is in buf from offset at to end, or drops it and reports false.
 func (i *inbound) datagram(at, end int) bool {
 	if i.refused {
 		i.Counters.drop(i.reason)
@@ -168,25 +163,22 @@ func (i *inbound) datagram(at, end int) bool {
 	return true
 }
 
-// sourceAllowed reports whether the present sender may send packets with the source src.
 func (i *inbound) sourceAllowed(src netip.Addr) bool {
 	if src != i.src {
-		i.src, i.allowed = src, packet.Forwardable(src) && (i.anySender || i.belongsToSender(src))
+		i.src = src
+		i.allowed = packet.Forwardable(src) && (i.anySender || i.belongsToSender(src))
 	}
 	return i.allowed
 }
 
-// belongsToSender reports whether the present sender may use the source src. An address
-// in a peer's subnet must be in a subnet of the sender. Other addresses of the networks
-// are not allowed, and addresses outside of the networks only with foreignSources. The
-// address on which this host receives datagrams is never foreign: the device accepts
-// packets with this host's own addresses, so a peer could use that address to
-// impersonate the host.
 func (i *inbound) belongsToSender(src netip.Addr) bool {
 	public, found := i.routes.subnets.Lookup(src)
 	if found {
 		return public == i.from.Addr()
 	}
+
+	// The device accepts packets with this host's own addresses, so a peer could impersonate the host
+	// by the address on which it receives datagrams.
 	return i.foreignSources && src != i.socket.local.Addr() && !i.inNetworks(src)
 }
 
@@ -195,6 +187,7 @@ func (i *inbound) flush() {
 	if !i.merged {
 		return
 	}
+
 	i.merged = false
 	b, count := i.merger.Finish()
 	packet.DecrementTTL(b[packet.OffloadLen:])

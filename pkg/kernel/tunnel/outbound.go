@@ -78,8 +78,7 @@ func (o *outbound) read(fd uintptr) error {
 	return err
 }
 
-// ready implements direction. It reports whether each socket has room for the result of
-// one read.
+// ready implements direction.
 func (o *outbound) ready() bool {
 	for _, s := range o.sockets {
 		if s != nil && !s.hasRoom() {
@@ -89,14 +88,13 @@ func (o *outbound) ready() bool {
 	return true
 }
 
-// take handles the result of one read.
 func (o *outbound) take(b []byte) {
 	if !o.add(b) {
 		o.flush() // a dropped packet must not delay the batch
 	}
 }
 
-// add adds the packets of one read to the batch. It reports false if it has dropped them.
+// add adds the packets of one read to the batch, or drops them and reports false.
 func (o *outbound) add(b []byte) bool {
 	if len(b) < packet.OffloadLen {
 		o.Counters.drop(Malformed)
@@ -150,8 +148,7 @@ func (o *outbound) add(b []byte) bool {
 	return true
 }
 
-// route reports whether a peer's subnet contains dst, and sets public to the public
-// address of that peer.
+// route sets public to the address of the peer whose subnet contains dst.
 func (o *outbound) route(dst netip.Addr) bool {
 	if now := o.Table.current.Load(); now != o.routes || dst != o.dst {
 		o.routes = now
@@ -161,16 +158,14 @@ func (o *outbound) route(dst netip.Addr) bool {
 	return o.known
 }
 
-// addAll adds the packets of a super-packet.
 func (o *outbound) addAll(s *socket, to netip.AddrPort, all packet.Segments) {
 	for i := range all.Count() {
 		all.Write(o.room(s, to, all.Len(i)), i)
 	}
 }
 
-// room appends a packet of n bytes to the batch, and returns the place to which the
-// caller must write it. to is the address of the packet's peer. If the batch is for
-// another peer or cannot take the packet, room first sends the batch.
+// room appends a packet of n bytes to the batch, which the caller must write to the result. If the batch
+// is for another peer or cannot take the packet, it is sent first.
 func (o *outbound) room(s *socket, to netip.AddrPort, n int) []byte {
 	b := &o.batch
 	if b.count > 0 && (b.full || b.to != to || n > b.size || b.n+n > maxPayload || b.count == maxDatagrams) {
@@ -209,8 +204,7 @@ func (o *outbound) flush() {
 // tries several at a time again.
 const singlePeriod = 10 * time.Second
 
-// errNoSegments means that the batch was not sent, because the kernel accepts only one
-// datagram at a time, in general or for this peer.
+// errNoSegments means that the kernel accepts only one datagram at a time, in general or for this peer.
 var errNoSegments = errors.New("no segmentation")
 
 func (o *outbound) send() error {
@@ -238,8 +232,7 @@ func (o *outbound) isSingle(public netip.Addr) bool {
 	return false
 }
 
-// sendEach sends the packets of the batch one by one, after sending them together has
-// failed with err.
+// sendEach sends the packets of the batch one by one, because together they have failed with err.
 func (o *outbound) sendEach(err error) {
 	b := &o.batch
 	if errors.Is(err, unix.EIO) { // IPsec, or a device on the path that does not compute checksums
@@ -272,9 +265,8 @@ func (o *outbound) sendOne(p []byte) {
 	}
 }
 
-// tooBig does what a router does with a packet that is too large for the path to its
-// peer: it fragments the packet or, if that is forbidden, drops it and returns an ICMP
-// error to the sender.
+// tooBig does what a router does with a packet that is too large for the path: it fragments the packet
+// or, if that is forbidden, drops it and returns an ICMP error to the sender.
 func (o *outbound) tooBig(p []byte) {
 	b := &o.batch
 	h, _ := packet.Parse(p)
@@ -306,9 +298,8 @@ func (o *outbound) tooBig(p []byte) {
 	}
 }
 
-// sendFragments sends p in fragments of at most mtu bytes. It sends nothing and returns
-// false if p must not be fragmented or mtu is too small. It stops at the first fragment
-// that cannot be sent, and returns true with the error.
+// sendFragments returns false if p must not be fragmented or mtu is too small. It stops at the first
+// fragment that cannot be sent.
 func (o *outbound) sendFragments(p []byte, h packet.Header, mtu int) (done bool, err error) {
 	b := &o.batch
 	done = packet.Fragment(o.scratch, p, h, mtu, func(f []byte) {
@@ -319,12 +310,10 @@ func (o *outbound) sendFragments(p []byte, h packet.Header, mtu int) (done bool,
 	return done, err
 }
 
-// sendICMPError writes an ICMP error to the device for the sender of p, because p came
-// from the device. Like a router, it limits the rate of errors, and writes nothing if no
-// error may be sent about p. Errors about sizes have their own limit. So a program that
-// sends many packets to unused addresses cannot suppress the errors that path MTU discovery
-// needs.
+// sendICMPError writes an ICMP error about p to the device, from which p came.
 func (o *outbound) sendICMPError(e packet.ICMPError, p []byte, h packet.Header, mtu int) {
+	// A program that sends many packets to unused addresses must not suppress the errors that path MTU
+	// discovery needs.
 	limit := o.errorLimit
 	if e == packet.TooBig {
 		limit = o.sizeErrorLimit
@@ -335,7 +324,7 @@ func (o *outbound) sendICMPError(e packet.ICMPError, p []byte, h packet.Header, 
 			continue
 		}
 		reply := e.Write(o.scratch[packet.OffloadLen:], p, h, own, mtu)
-		if reply == nil {
+		if reply == nil { // there must be none about p
 			return
 		}
 		clear(o.scratch[:packet.OffloadLen])

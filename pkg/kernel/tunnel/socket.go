@@ -51,7 +51,6 @@ func index(ipv6 bool) int {
 	return 0
 }
 
-// forEach calls f for every socket.
 func (all sockets) forEach(f func(*socket) error) error {
 	var errs []error
 	for _, s := range all {
@@ -112,7 +111,6 @@ func Overhead(ipv6 bool) int {
 	return 20 + 8
 }
 
-// family contains the differences of a socket between the address families.
 type family struct {
 	network      string
 	domain       int
@@ -129,10 +127,7 @@ func (s *socket) family() family {
 	return family{"udp4", unix.AF_INET, unix.IPPROTO_IP, unix.IP_MTU, [2]int{unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_DO}}
 }
 
-// prepare sets the options that make the socket fast, as far as the kernel supports them.
-// If plain is set, it does not use the kernel's offloads. It also forbids the fragmentation
-// of datagrams, so that a send of a packet that is too large returns an error, unless the
-// send allows fragmentation. It makes the kernel report how many datagrams it has dropped.
+// prepare sets the options of the socket, as far as the kernel supports them. plain means no offloads.
 func (s *socket) prepare(fd int, plain bool) error {
 	for _, o := range []struct{ force, ask, size int }{
 		{unix.SO_RCVBUFFORCE, unix.SO_RCVBUF, receiveBuffer}, {unix.SO_SNDBUFFORCE, unix.SO_SNDBUF, sendBuffer},
@@ -147,7 +142,9 @@ func (s *socket) prepare(fd int, plain bool) error {
 		_ = unix.SetsockoptInt(fd, unix.IPPROTO_UDP, unix.UDP_GRO, 1) // Linux 5.0
 	}
 
-	_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RXQ_OVFL, 1)
+	_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RXQ_OVFL, 1) // report drops
+
+	// So that a send of a packet that is too large returns an error.
 	f := s.family()
 	if err := unix.SetsockoptInt(fd, f.level, f.dontFragment[0], f.dontFragment[1]); err != nil {
 		return fmt.Errorf("forbid fragmentation: %w", err)
@@ -155,16 +152,16 @@ func (s *socket) prepare(fd int, plain bool) error {
 	return nil
 }
 
-// hasRoom reports whether half of the send buffer is free. That is sufficient for several
-// sends. Only one goroutine at a time may call hasRoom.
+// hasRoom reports whether half of the send buffer is free, which is sufficient for several sends. Only
+// one goroutine at a time may call it.
 func (s *socket) hasRoom() bool {
 	s.room[0].Revents = 0
 	_ = s.raw.Control(s.pollRoom)
 	return s.room[0].Revents&unix.POLLOUT != 0
 }
 
-// mtuTo returns the size in bytes of the largest packet whose datagram fits the path to
-// a peer, as far as the kernel knows. It returns an error if there is no route.
+// mtuTo returns the size in bytes of the largest packet whose datagram fits the path to a peer, as far
+// as the kernel knows.
 func (s *socket) mtuTo(to netip.AddrPort) (int, error) {
 	if err := unix.Connect(s.probe, sockaddr(to)); err != nil {
 		return 0, err
@@ -174,10 +171,8 @@ func (s *socket) mtuTo(to netip.AddrPort) (int, error) {
 	return mtu - s.overhead, err
 }
 
-// nextLowerMTU returns the size in bytes of the largest packet that is smaller than size
-// and fills a datagram on a common kind of link. It returns 0 if there is no such packet.
-// It is for a path whose MTU the kernel does not know: a caller that repeats the call finds
-// a suitable size in few steps.
+// nextLowerMTU returns the next smaller size of packets on a common kind of link, or 0. It is for a path
+// whose MTU the kernel does not know: a suitable size is found in few steps.
 func (s *socket) nextLowerMTU(size int) int {
 	// RFC 1191, 7.1, and the minimum of IPv6.
 	for _, mtu := range [...]int{32000, 17914, 8166, 4352, 2002, 1492, 1280, 1006, 508, 296, 68} {
@@ -194,7 +189,7 @@ func (s *socket) close() error { return s.conn.Close() }
 
 func (s *socket) release() error { return unix.Close(s.probe) }
 
-// newControl returns a control message. Its data has size bytes, all of them zero.
+// newControl returns a control message whose data are size zero bytes.
 func newControl(level, typ int32, size int) []byte {
 	b := make([]byte, unix.CmsgSpace(size))
 	h := (*unix.Cmsghdr)(unsafe.Pointer(&b[0]))
@@ -225,15 +220,15 @@ type receiver struct {
 
 func newReceiver() *receiver {
 	r := &receiver{oob: make([]byte, 2*unix.CmsgSpace(4))}
-	r.header.Name, r.header.Iov, r.header.Control = (*byte)(unsafe.Pointer(&r.from)), &r.part, &r.oob[0]
+	r.header.Name = (*byte)(unsafe.Pointer(&r.from))
+	r.header.Iov = &r.part
+	r.header.Control = &r.oob[0]
 	r.header.SetIovlen(1)
 	return r
 }
 
-// receive makes one receive on fd into b. It returns the number n of received bytes,
-// and the address and port that sent them. The bytes contain datagrams of size bytes,
-// of which the last may be shorter. If size is 0, they contain one datagram. If nothing
-// has arrived, the error is EAGAIN.
+// receive receives n bytes into b: datagrams of size bytes, of which the last may be shorter. If size is
+// 0, they are one datagram. If nothing has arrived, the error is EAGAIN.
 func (r *receiver) receive(fd uintptr, b []byte) (n, size int, from netip.AddrPort, err error) {
 	r.part.Base = &b[0]
 	r.part.SetLen(len(b))
@@ -243,6 +238,7 @@ func (r *receiver) receive(fd uintptr, b []byte) (n, size int, from netip.AddrPo
 	if errno != 0 {
 		return 0, 0, netip.AddrPort{}, errno
 	}
+
 	addr := netip.AddrFrom16(r.from.Addr)
 	if r.from.Family == unix.AF_INET {
 		addr = netip.AddrFrom4((*unix.RawSockaddrInet4)(unsafe.Pointer(&r.from)).Addr)
@@ -261,7 +257,8 @@ type sender struct {
 
 func newSender(conn syscall.RawConn) *sender {
 	s := &sender{}
-	s.header.Name, s.header.Iov = (*byte)(unsafe.Pointer(&s.to)), &s.part
+	s.header.Name = (*byte)(unsafe.Pointer(&s.to))
+	s.header.Iov = &s.part
 	s.header.SetIovlen(1)
 	s.fdWriter = newFDWriter(conn, func(fd uintptr) unix.Errno {
 		_, _, errno := unix.RawSyscall(unix.SYS_SENDMSG, fd, uintptr(unsafe.Pointer(&s.header)), 0)
@@ -270,16 +267,17 @@ func newSender(conn syscall.RawConn) *sender {
 	return s
 }
 
-// send sends b to a peer, with the control messages in control.
 func (s *sender) send(b, control []byte, to netip.AddrPort) error {
 	s.part.Base = unsafe.SliceData(b)
 	s.part.SetLen(len(b))
 	s.header.Control = unsafe.SliceData(control)
 	s.header.SetControllen(len(control))
+
 	var port *uint16
 	if to.Addr().Is6() {
 		s.to = unix.RawSockaddrInet6{Family: unix.AF_INET6, Addr: to.Addr().As16()}
-		s.header.Namelen, port = unix.SizeofSockaddrInet6, &s.to.Port
+		s.header.Namelen = unix.SizeofSockaddrInet6
+		port = &s.to.Port
 	} else {
 		v4 := (*unix.RawSockaddrInet4)(unsafe.Pointer(&s.to))
 		*v4 = unix.RawSockaddrInet4{Family: unix.AF_INET, Addr: to.Addr().As4()}
@@ -290,9 +288,7 @@ func (s *sender) send(b, control []byte, to netip.AddrPort) error {
 	return s.write()
 }
 
-// parseControl parses the control messages of a receive, and sets lost. It returns the
-// size in bytes of the datagrams that the kernel has combined, or 0 if it has combined
-// none.
+// parseControl returns the size of the datagrams that the kernel has combined, or 0, and sets lost.
 func (r *receiver) parseControl(oob []byte) (size int) {
 	for len(oob) >= unix.CmsgLen(0) {
 		h := (*unix.Cmsghdr)(unsafe.Pointer(&oob[0]))

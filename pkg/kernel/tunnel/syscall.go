@@ -15,7 +15,6 @@ import (
 // takes more CPU time than copying the packets. worker handles the consequences for other
 // goroutines.
 
-// read reads from fd to b. If there is nothing to read, it returns EAGAIN.
 func read(fd uintptr, b []byte) (int, error) {
 	n, _, errno := unix.RawSyscall(unix.SYS_READ, fd, uintptr(unsafe.Pointer(unsafe.SliceData(b))), uintptr(len(b)))
 	if errno != 0 {
@@ -39,8 +38,7 @@ func newFDWriter(conn syscall.RawConn, call func(fd uintptr) unix.Errno) *fdWrit
 	return w
 }
 
-// write makes the call and returns its error. While the descriptor has no room, write
-// waits in the runtime.
+// write waits in the runtime while the descriptor has no room.
 func (w *fdWriter) write() error {
 	if err := w.conn.Write(w.attempt); err != nil {
 		return err
@@ -48,8 +46,7 @@ func (w *fdWriter) write() error {
 	return w.err
 }
 
-// try makes the call and sets err to its result. If the descriptor has no room, try
-// reports false and does not change err.
+// try reports false if the descriptor has no room.
 func (w *fdWriter) try(fd uintptr) bool {
 	errno := w.call(fd)
 	for errno == unix.EINTR {

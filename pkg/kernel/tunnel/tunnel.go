@@ -66,13 +66,13 @@ func (t *Tunnel) Start() error {
 	if err := t.Device.file.SetReadDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("read from TUN device %s: %w", t.Device.name, err)
 	}
+
 	workers := []*worker{newWorker(newOutbound(t.Config, t.sockets, t.log), t.Device.raw, &t.closing, "read from TUN device "+t.Device.name)}
 	for _, s := range t.sockets {
 		if s != nil {
 			workers = append(workers, newWorker(newInbound(t.Config, s), s.raw, &t.closing, "receive on UDP "+s.local.String()))
 		}
 	}
-
 	connect(workers)
 	t.started = true
 	for _, w := range workers {
@@ -81,8 +81,7 @@ func (t *Tunnel) Start() error {
 	return nil
 }
 
-// end records err if it is the first error with which a direction has ended, and closes
-// done. It ignores err while Close runs.
+// end records the first error with which a direction has ended, unless Close runs, and closes done.
 func (t *Tunnel) end(err error) {
 	t.fail.Do(func() {
 		if !t.closing.Load() {

@@ -56,15 +56,14 @@ func newWorker(d direction, conn syscall.RawConn, closing *atomic.Bool, task str
 	return w
 }
 
-// connect makes each worker know the other workers, which yield runs.
+// connect makes each worker know the others, which yield runs.
 func connect(workers []*worker) {
 	for i, w := range workers {
 		w.others = slices.Delete(slices.Clone(workers), i, i+1)
 	}
 }
 
-// run runs the direction until it fails or the tunnel is closing. Its result is never
-// nil. The caller ignores the result if the tunnel is closing.
+// run runs the direction until it fails or the tunnel is closing. Its result is never nil.
 func (w *worker) run() error {
 	var failed error
 	always := func() bool { return true }
@@ -86,31 +85,30 @@ func (w *worker) run() error {
 	return fmt.Errorf("%s: %w", w.task, failed)
 }
 
-// turn makes up to readsPerTurn reads, while goOn returns true and the tunnel is not
-// closing, and then flushes. more is true only if turn has made all these reads, so
-// that there may be more to read. The caller holds mu.
+// turn makes up to readsPerTurn reads, while goOn returns true and the tunnel is not closing, and then
+// flushes. more means that there may be more to read. The caller holds mu.
 func (w *worker) turn(fd uintptr, goOn func() bool) (more bool, err error) {
 	defer w.flush()
 	for range readsPerTurn {
 		if w.closing.Load() || !goOn() {
 			return false, nil
 		}
-		switch err := w.read(fd); {
-		case err == nil, errors.Is(err, unix.EINTR):
-		case errors.Is(err, unix.EAGAIN):
+		err := w.read(fd)
+		if errors.Is(err, unix.EAGAIN) {
 			return false, nil
-		default:
+		}
+		if err != nil && !errors.Is(err, unix.EINTR) {
 			return false, err
 		}
 	}
 	return true, nil
 }
 
-// yield runs every other worker for a turn, unless that is running already. The turn
-// ends early when the other worker's output has no room, so yield never waits for it.
-// yield also wakes the runtime's watchdog, which schedules other goroutines.
+// yield runs every other worker for a turn, unless that is running already. The turn ends early when the
+// other worker's output has no room, so yield never waits.
 func (w *worker) yield() {
-	_, _, _ = unix.Syscall(unix.SYS_GETPID, 0, 0, 0) // wakes the watchdog, like every call that the runtime knows of
+	// Like every call that the runtime knows of, this wakes its watchdog, which schedules goroutines.
+	_, _, _ = unix.Syscall(unix.SYS_GETPID, 0, 0, 0)
 	for _, o := range w.others {
 		if o.mu.TryLock() {
 			_ = o.conn.Control(o.runTurn)

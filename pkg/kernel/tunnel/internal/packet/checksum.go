@@ -7,9 +7,8 @@ import (
 	"math/bits"
 )
 
-// sum adds the 16-bit words of b to the one's complement sum partial, in little-endian
-// order. RFC 1071 allows the order to be corrected at the end. An odd last byte counts as
-// if a zero followed, so only the last part of a sum may have an odd length.
+// sum adds the 16-bit words of b to the one's complement sum partial, in little-endian order, which
+// RFC 1071 allows to be corrected at the end. Only the last part of a sum may have an odd length.
 func sum(b []byte, partial uint64) uint64 {
 	s := partial
 	carry := uint64(0)
@@ -52,8 +51,7 @@ func sum(b []byte, partial uint64) uint64 {
 	return s + carry
 }
 
-// fold reduces a sum to 16 bits, and converts it from the byte order of sum. The checksum is
-// the complement of the result.
+// fold reduces a sum to 16 bits, in network order. The checksum is the complement.
 func fold(s uint64) uint16 {
 	s = s&0xffffffff + s>>32
 	s = s&0xffffffff + s>>32
@@ -65,11 +63,9 @@ func fold(s uint64) uint16 {
 // swap converts a 16-bit number to the byte order of sum.
 func swap(v uint16) uint64 { return uint64(bits.ReverseBytes16(v)) }
 
-// nonzero returns the checksum c as it is written into a datagram: 0xffff instead of
-// zero, because zero would mean that there is no checksum.
 func nonzero(c uint16) uint16 {
 	if c == 0 {
-		return 0xffff
+		return 0xffff // in a datagram, zero means that there is no checksum
 	}
 	return c
 }

@@ -39,8 +39,7 @@ func Fragment(buf, b []byte, h Header, mtu int, emit func([]byte)) bool {
 	return true
 }
 
-// dropOptions replaces the IP options that must be only in the first fragment by padding.
-// These are the options without the copied flag (RFC 791, 3.1).
+// dropOptions replaces the options that must be only in the first fragment by padding (RFC 791, 3.1).
 func dropOptions(o []byte) {
 	const end, padding, copied = 0, 1, 0x80
 	for len(o) > 0 && o[0] != end {

@@ -72,7 +72,6 @@ func (e ICMPError) Write(dst, b []byte, h Header, src netip.Addr, mtu int) []byt
 	return dst
 }
 
-// icmpFormat contains the differences of ICMP errors between the address families.
 type icmpFormat struct {
 	header          int  // length of the IP header in bytes
 	first           byte // first byte of the IP header
@@ -101,8 +100,8 @@ func icmpFormatOf(ipv6 bool) icmpFormat {
 	}
 }
 
-// isError reports whether typ is the ICMP type of an error or of a Redirect. No ICMP error
-// may be sent about such messages (RFC 1122, 3.2.2; RFC 4443, 2.4).
+// isError includes Redirect. No ICMP error may be sent about such messages (RFC 1122, 3.2.2; RFC 4443,
+// 2.4).
 func isError(typ byte, ipv6 bool) bool {
 	if ipv6 {
 		return typ < 128 || typ == 137 // 137 is Redirect

@@ -88,10 +88,10 @@ func parse4(b []byte) (Header, Fault) {
 		DontFragment: frag&dontFragment != 0, Fragment: frag&(moreFragments|offset) != 0, LaterFragment: frag&offset != 0,
 	}
 
-	switch {
-	case h.Len < header4 || h.Total < h.Len:
+	if h.Len < header4 || h.Total < h.Len {
 		return h, BadHeader
-	case h.Total > len(b):
+	}
+	if h.Total > len(b) {
 		return h, Truncated
 	}
 	return h, NoFault
@@ -108,10 +108,10 @@ func parse6(b []byte) (Header, Fault) {
 		IPv6: true, DontFragment: true,
 	}
 
-	switch {
-	case h.Src.Is4In6() || h.Dst.Is4In6(): // such addresses must not be used on a network
+	if h.Src.Is4In6() || h.Dst.Is4In6() { // such addresses must not be used on a network
 		return h, BadHeader
-	case h.Total > len(b):
+	}
+	if h.Total > len(b) {
 		return h, Truncated
 	}
 	return h, NoFault
@@ -151,8 +151,7 @@ func DecrementTTL(b []byte) bool {
 	return true
 }
 
-// setTotal writes the length of the whole packet b into its IP header, and updates the
-// header's checksum.
+// setTotal writes the length of the packet b, and the header's checksum.
 func setTotal(b []byte, ipv6 bool) {
 	if ipv6 {
 		binary.BigEndian.PutUint16(b[4:], uint16(len(b)-header6))
@@ -168,7 +167,7 @@ func setHeaderChecksum(b []byte) {
 	binary.BigEndian.PutUint16(b[10:], ^fold(headerSum(b[:int(b[0]&0xf)*4])))
 }
 
-// headerSum returns the sum of an IPv4 header. It is fast for a header without options.
+// headerSum is fast for an IPv4 header without options.
 func headerSum(b []byte) uint64 {
 	w := (*[header4]byte)(b)
 	s := uint64(binary.LittleEndian.Uint32(w[0:])) + uint64(binary.LittleEndian.Uint32(w[4:])) +
@@ -180,8 +179,7 @@ func headerSum(b []byte) uint64 {
 	return sum(b[header4:], s)
 }
 
-// pseudo returns the sum of the pseudo-header of a transport header: addresses, protocol
-// and length in bytes.
+// pseudo returns the sum of the pseudo-header of a transport header.
 func pseudo(ip []byte, ipv6 bool, protocol uint8, length int) uint64 {
 	rest := swap(uint16(protocol)) + swap(uint16(length))
 	if ipv6 {

@@ -63,12 +63,11 @@ const (
 	flagACK = 0x10
 )
 
-// mergeable reports whether the first packet, whose transport header and payload are t,
-// can be part of a super-packet. For TCP it sets full if the packet has the flag PSH,
-// which ends a super-packet.
+// mergeable reports whether the first packet, whose transport header and payload are t, can be part of a
+// super-packet.
 func (m *Merger) mergeable(t []byte) bool {
 	if m.tcp {
-		m.full = t[13] == flagACK|flagPSH
+		m.full = t[13] == flagACK|flagPSH // PSH ends a super-packet
 		return t[13]&^flagPSH == flagACK
 	}
 	return int(binary.BigEndian.Uint16(t[4:])) == len(t) && binary.BigEndian.Uint16(t[udpChecksum:]) != 0
@@ -141,9 +140,8 @@ func (m *Merger) continues(a, b []byte) bool {
 		[2]byte(x[14:]) == [2]byte(y[14:]) && bytes.Equal(x[18:n], y[18:n])
 }
 
-// verify reports whether the transport checksum of one packet is right. The receiver of
-// a super-packet cannot verify the checksums of its packets, because Finish computes a new
-// one, which would hide an error.
+// verify checks the transport checksum of one packet. Finish computes a new one for the super-packet,
+// which would hide an error.
 func (m *Merger) verify(b []byte) bool {
 	protocol := uint8(protoUDP)
 	if m.tcp {

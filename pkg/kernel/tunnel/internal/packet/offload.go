@@ -88,8 +88,7 @@ const (
 	udpHeader = 8
 )
 
-// transportLen returns the length of the transport header at the start of b, or 0 if b does
-// not begin with a complete and valid one.
+// transportLen returns the length of the transport header at the start of b, or 0 if it is not complete.
 func transportLen(b []byte, tcp bool) int {
 	n := udpHeader
 	if tcp {
@@ -166,8 +165,8 @@ func (s *Segments) addHeaders(n int) {
 	}
 }
 
-// without returns the value to add to a sum of b so that the sum no longer contains the
-// 16-bit fields at these offsets: the sum of their complements.
+// without returns what takes the 16-bit fields at these offsets out of a sum of b: the sum of their
+// complements.
 func without(b []byte, fields ...int) (s uint64) {
 	for _, at := range fields {
 		s += swap(^binary.BigEndian.Uint16(b[at:]))
