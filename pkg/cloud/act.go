@@ -19,7 +19,7 @@ import (
 // removes others, and can put them again only after all removals.
 const removalTime = time.Minute
 
-// actor makes the calls of a keeper.
+// actor makes the calls of a keeper, and act those of one comparison.
 type actor struct {
 	KeeperConfig
 	leases   *leases
@@ -27,7 +27,6 @@ type actor struct {
 	right    map[Route]bool // plan.right of the last comparison
 }
 
-// act is the calls of one comparison.
 type act struct {
 	*actor
 	view    view
@@ -49,8 +48,8 @@ type compared struct {
 	err   error               // not about a single wanted route
 }
 
-// run decides by v, and makes the calls. If a table has no place for a route, it decides again, because routes of
-// instances that are gone then go first. It sets planned.right and planned.problems, and updates the tables of v.
+// run decides by v, and makes the calls. It sets planned.right and planned.problems, and updates the
+// tables of v.
 func (a *actor) run(ctx context.Context, v view, planned *plan) compared {
 	s := &act{actor: a, view: v, planned: planned, before: a.right, full: map[place]error{}, missing: map[place]int{}}
 	planned.right = present(v.tables, planned.wanted)
@@ -58,6 +57,8 @@ func (a *actor) run(ctx context.Context, v view, planned *plan) compared {
 
 	steps, since, again := decide(v)
 	s.make(ctx, steps, since)
+
+	// A table has no place for a route. Decide again: routes of instances that are gone then go first.
 	if len(s.missing) > 0 && !s.stopped {
 		s.view.full = s.missing
 		s.view.since = since
@@ -79,8 +80,6 @@ func (a *actor) run(ctx context.Context, v view, planned *plan) compared {
 	return compared{s.wrote, since, again, s.removed}
 }
 
-// make makes the calls of steps. It makes no removals after it has found a quota full for the first time, because
-// removals then depend on that.
 func (s *act) make(ctx context.Context, steps []step, since map[Route]time.Time) {
 	limited, cancel := context.WithTimeout(ctx, removalTime)
 	defer cancel()
@@ -92,7 +91,7 @@ func (s *act) make(ctx context.Context, steps []step, since map[Route]time.Time)
 			s.planned.problems.add(one.Dst, "leave route "+one.was.String(), one.reason)
 		case one.verb != remove:
 			s.put(ctx, one)
-		case len(s.missing) > 0 && s.view.full == nil:
+		case len(s.missing) > 0 && s.view.full == nil: // run decides about removals again
 			return
 		default:
 			s.remove(limited, one, since)
@@ -100,7 +99,7 @@ func (s *act) make(ctx context.Context, steps []step, since map[Route]time.Time)
 	}
 }
 
-// put makes the call that creates or replaces a route. It makes none if the quota is known to be full.
+// put makes no call if the quota is known to be full.
 func (s *act) put(ctx context.Context, one step) {
 	at := placeOf(one.Route)
 	err := s.full[at]
@@ -121,7 +120,6 @@ func (s *act) put(ctx context.Context, one step) {
 	if s.before[one.Route] {
 		s.reporter.repair()
 	}
-
 	for i := range s.view.tables {
 		if t := &s.view.tables[i]; t.ID == one.Table {
 			t.Routes = slices.DeleteFunc(t.Routes, func(have Route) bool { return have.Dst == one.Dst && have.ours() })
@@ -135,17 +133,19 @@ func (s *act) put(ctx context.Context, one step) {
 	}
 }
 
-// remove removes a route. It asks first whether the reason is still true, because the calls before it take time. A
-// removed route is deleted from the tables and from since.
+// remove removes a route, also from the tables and from since.
 func (s *act) remove(ctx context.Context, one step, since map[Route]time.Time) {
 	if ctx.Err() != nil {
 		s.more = true
 		return
 	}
+
+	// The calls before this one took time. Is the reason still true?
 	s.view.hosts, s.view.known = s.leases.hosts()
 	if why, _, _ := s.view.useless(one.Route); why == "" && one.why != whyGone {
 		return
 	}
+
 	if err := s.Cloud.Remove(ctx, one.Route); err != nil {
 		s.removed = oneline.Join(s.removed, fmt.Errorf("remove route %s: %w", one.Route, err))
 		s.stopped = Transient(err) // the next call would fail as well
@@ -159,8 +159,8 @@ func (s *act) remove(ctx context.Context, one step, since map[Route]time.Time) {
 	}
 }
 
-// explainQuota sets the limit in a QuotaError without a limit: the number of routes that the table
-// has in the family of r. It returns other errors as they are.
+// explainQuota sets the limit in a QuotaError without one: the number of routes that the table has in
+// the family of r.
 func explainQuota(err error, r Route, tables []Table) error {
 	quota, ok := errors.AsType[*QuotaError](err)
 	if !ok || quota.Limit > 0 {

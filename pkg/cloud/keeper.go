@@ -66,9 +66,8 @@ func NewKeeper(c KeeperConfig) *Keeper {
 	return k
 }
 
-// next returns the result of one step of the loop, which makes the loop compare again after the right pause. err
-// is the error of the comparison. again is the time after which the comparison asks for the next one; 0 means that
-// it asks for none.
+// next makes the loop compare again after the right pause. err is the error of the comparison, and again
+// the time after which it asks for the next one, or 0.
 func (k *Keeper) next(err error, again time.Duration) error {
 	if err != nil && (Transient(err) || errors.Is(err, errUnanswered)) {
 		return err
@@ -119,8 +118,8 @@ func (k *Keeper) Last() (repaired int, compared bool, err error) {
 // Report returns the state at the last comparison that could read the tables. Dropped may be newer.
 func (k *Keeper) Report() Report { return k.reporter.get() }
 
-// compare makes one comparison and the calls that it needs. again is the time after which the next
-// comparison should begin; 0 if the resync period is soon enough. err is nil if the routes are in order.
+// compare makes one comparison and the calls that it needs. again is the time after which the next one
+// should begin; 0 if the resync period is soon enough.
 func (k *Keeper) compare(ctx context.Context) (again time.Duration, err error) {
 	target, err := k.Cloud.Join(ctx)
 	if err != nil {
@@ -143,12 +142,12 @@ func (k *Keeper) compare(ctx context.Context) (again time.Duration, err error) {
 		hosts: hosts, known: known, answered: k.leases.answered(),
 		since: k.since, now: time.Now(), resync: k.Resync, factor: k.factor,
 	}, p)
-
 	k.since = done.since
 
 	later, separate := k.separate(ctx, tables, hosts)
 	err = oneline.Join(p.problems.error(), done.err, separate)
 	k.reporter.note(tables, p, err)
+
 	again = earlier(done.again, later)
 	if done.wrote == 0 {
 		k.confirm.Reset()
@@ -157,9 +156,9 @@ func (k *Keeper) compare(ctx context.Context) (again time.Duration, err error) {
 	return earlier(k.confirm.Next(), again), err
 }
 
-// warn logs the routes in the network that flanneld does not replace, at the start and when others have appeared. A
-// default route overlaps each network, and does no harm.
+// warn logs the routes in the network that flanneld does not replace, at the start and after a change.
 func (k *Keeper) warn(ctx context.Context, tables []Table) {
+	// A default route overlaps each network, and does no harm.
 	var names []string
 	for _, r := range overlapping(tables, k.Networks, func(r Route) bool { return !r.ours() && r.Dst.Bits() > 0 }) {
 		names = append(names, r.String())
@@ -178,11 +177,10 @@ func (h Host) name() string { return fmt.Sprint(h.Addresses) }
 // route yet.
 const apartTime = time.Minute
 
-// separate returns an error that names the hosts which follow other tables than those that packets of this host follow,
-// so that neither reaches the other. It looks only for hosts to which no route has led for apartTime. again is the time
-// after which the next host has to be looked for; 0 if there is none. With a tunnel the hosts reach each other.
+// separate returns an error that names the hosts which follow other tables than this one, so that neither
+// reaches the other. again is the time after which the next host has to be looked for; 0 if there is none.
 func (k *Keeper) separate(ctx context.Context, tables []Table, all []Host) (again time.Duration, err error) {
-	if k.Tunnel {
+	if k.Tunnel { // over it the hosts reach each other
 		return 0, nil
 	}
 
@@ -210,12 +208,12 @@ func (k *Keeper) separate(ctx context.Context, tables []Table, all []Host) (agai
 	if err != nil {
 		return again, fmt.Errorf("find the hosts of leases in the cloud: %w", err)
 	}
+
 	var subnets []string
 	others := map[string]bool{}
 	followed := func(id string) bool {
 		return slices.ContainsFunc(tables, func(t Table) bool { return t.Own && t.ID == id })
 	}
-
 	for i, table := range found {
 		if table != "" && !followed(table) {
 			subnets = append(subnets, due[i].Subnets[0].String())

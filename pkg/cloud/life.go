@@ -43,12 +43,11 @@ type want struct {
 	Target string
 }
 
-// in returns the wanted route of a table.
 func (w want) in(table string) Route {
 	return Route{Table: table, Dst: w.Dst, Target: w.Target, ByCall: true}
 }
 
-// fulfils reports whether r needs no change for w.
+// fulfils reports whether r needs no change.
 func (r Route) fulfils(w want) bool { return r == w.in(r.Table) }
 
 // ours reports whether flanneld may replace and remove r, judging by r alone.
@@ -121,7 +120,6 @@ func decide(v view) (steps []step, since map[Route]time.Time, again time.Duratio
 			if !seen {
 				begin = v.now
 			}
-
 			since[r] = begin
 
 			if from.Before(begin) {
@@ -167,9 +165,8 @@ func decide(v view) (steps []step, since map[Route]time.Time, again time.Duratio
 	return slices.Concat(steps, v.puts(), later), since, again
 }
 
-// puts returns the steps after which each table has the wanted routes. There is no step for a route that is right, or
-// for a route to another destination. A wrong route beside the right one needs a step, which removes the wrong route. An
-// interrupted call may have left both.
+// puts returns the steps after which each table has the wanted routes. A wrong route beside the right one,
+// as an interrupted call may leave it, needs a step as well.
 func (v view) puts() (steps []step) {
 	for _, t := range v.tables {
 		present := map[netip.Prefix][]Route{}
@@ -219,10 +216,11 @@ func (v view) puts() (steps []step) {
 // serves reports whether the present route r carries packets to another host than the wanted one.
 func (s step) serves(r Route) bool { return r.Target != s.Target && !r.Lost() }
 
-// removable reports whether r may be removed if no host needs it. A route of another size than this host's subnet of
-// the same family is probably one of an operator.
+// removable reports whether r may be removed if no host needs it.
 func (v view) removable(r Route) bool {
 	inside := slices.ContainsFunc(v.networks, func(n netip.Prefix) bool { return prefix.Contains(n, r.Dst) })
+
+	// A route of another size than this host's subnet is probably one of an operator.
 	sized := slices.ContainsFunc(v.subnets, func(own netip.Prefix) bool {
 		return own.Addr().BitLen() == r.Dst.Addr().BitLen() && own.Bits() == r.Dst.Bits()
 	})
@@ -230,8 +228,8 @@ func (v view) removable(r Route) bool {
 	return inside && sized && !wanted && r.ours() && r.State != Changing
 }
 
-// useless returns why no host needs r, and for how long that must have been so before r is removed, counted at the
-// earliest from a time. why is empty if a host may need r.
+// useless says why no host needs r, or nothing if a host may. That must have been so for a period after
+// from before r is removed.
 func (v view) useless(r Route) (why string, from time.Time, period time.Duration) {
 	if !v.removable(r) {
 		return "", from, 0
@@ -254,12 +252,11 @@ func (v view) useless(r Route) (why string, from time.Time, period time.Duration
 
 func (v view) lostGrace() time.Duration { return min(v.resync, mostLostGrace) }
 
-// leased reports whether a host has a subnet that overlaps dst.
 func leased(hosts []Host, dst netip.Prefix) bool {
 	return slices.ContainsFunc(hosts, func(h Host) bool { return slices.ContainsFunc(h.Subnets, dst.Overlaps) })
 }
 
-// earlier returns the shorter one of two times to wait. The value 0 means that there is nothing to wait for.
+// earlier takes 0 as nothing to wait for.
 func earlier(a, b time.Duration) time.Duration {
 	if a == 0 || b != 0 && b < a {
 		return b
@@ -267,7 +264,6 @@ func earlier(a, b time.Duration) time.Duration {
 	return a
 }
 
-// overlapping returns the routes for which is(r) is true and whose destinations overlap networks.
 func overlapping(tables []Table, networks []netip.Prefix, is func(Route) bool) (routes []Route) {
 	for _, t := range tables {
 		for _, r := range t.Routes {
@@ -279,12 +275,12 @@ func overlapping(tables []Table, networks []netip.Prefix, is func(Route) bool) (
 	return routes
 }
 
-// unreached returns the hosts to which no table that packets of this host follow has a route. A route of flanneld counts
-// even if it carries no packets: its host has written this table, and does not run.
+// unreached returns the hosts to which no table that packets of this host follow has a route.
 func unreached(tables []Table, hosts []Host) []Host {
 	reached := map[netip.Prefix]bool{}
 	for _, t := range tables {
 		for _, r := range t.Routes {
+			// The host of a route of flanneld that carries no packets has written this table, and does not run.
 			if t.Own && (r.ours() || r.State == Carrying) {
 				reached[r.Dst] = true
 			}

@@ -40,7 +40,6 @@ func Look(tables []Table, networks []netip.Prefix, is func(Route) bool, states f
 			}
 		}
 	}
-
 	known, err := states(slices.Sorted(maps.Keys(targets)))
 	if err != nil {
 		return err

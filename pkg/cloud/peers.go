@@ -26,15 +26,13 @@ type leases struct {
 	completeSince time.Time // since when peers has contained all leases of the store; zero if it does not
 }
 
-// set sets the other hosts that have a lease.
 func (l *leases) set(p Peers) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.peers = p
-	switch {
-	case !p.Complete || p.Unreadable:
+	if !p.Complete || p.Unreadable {
 		l.completeSince = time.Time{}
-	case l.completeSince.IsZero():
+	} else if l.completeSince.IsZero() {
 		l.completeSince = time.Now()
 	}
 }
@@ -47,8 +45,8 @@ func (l *leases) answered() bool {
 	return connected && l.peers.Complete
 }
 
-// hosts returns all hosts that have a lease, including this one. since is the time from which on this host has
-// learned of each new lease. If there may be leases that this host does not know, since is zero and all is nil.
+// hosts returns all hosts that have a lease, including this one, and the time from which on this host has
+// learned of each new lease. Both are zero if there may be leases that this host does not know.
 func (l *leases) hosts() (all []Host, since time.Time) {
 	connected := l.connected()
 	l.mu.Lock()
@@ -56,7 +54,9 @@ func (l *leases) hosts() (all []Host, since time.Time) {
 	if connected.IsZero() || l.completeSince.IsZero() {
 		return nil, time.Time{}
 	}
-	if since = l.completeSince; connected.After(since) {
+
+	since = l.completeSince
+	if connected.After(since) {
 		since = connected
 	}
 	return append(slices.Clone(l.peers.Hosts), l.own), since

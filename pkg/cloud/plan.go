@@ -16,7 +16,6 @@ type plan struct {
 	problems problems       // why there are no right routes to some destinations
 }
 
-// problems are the reasons why routes are not in order.
 type problems []problem
 
 type problem struct {
@@ -29,7 +28,6 @@ func (p *problems) add(dst netip.Prefix, action string, err error) {
 	*p = append(*p, problem{dst, action, err})
 }
 
-// error returns all problems as one error, or nil if there are none.
 func (p problems) error() error {
 	var errs []error
 	for _, one := range p {
@@ -38,7 +36,6 @@ func (p problems) error() error {
 	return oneline.Join(errs...)
 }
 
-// present returns the wanted routes that the tables have.
 func present(tables []Table, wanted []want) map[Route]bool {
 	right := map[Route]bool{}
 	for _, t := range tables {

@@ -46,14 +46,13 @@ type reporter struct {
 	err      error // of the routes to this host, from the last comparison
 }
 
-// repair counts a route that was repaired.
 func (r *reporter) repair() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.repaired++
 }
 
-// end records the error of the routes to this host, or nil, at the end of a comparison.
+// end records the error of a comparison, or nil.
 func (r *reporter) end(err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -61,8 +60,7 @@ func (r *reporter) end(err error) {
 	r.report.Dropped = r.report.Dropped || dropped(err)
 }
 
-// last returns the number of routes that were repaired since its previous call, and sets the number back to zero.
-// err is the error of the routes to this host from the last comparison.
+// last sets the number of repaired routes back to zero.
 func (r *reporter) last() (repaired int, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -77,8 +75,7 @@ func (r *reporter) get() Report {
 	return r.report
 }
 
-// note stores the state of tables in the report, after a comparison. err is the reason why the routes to this host
-// are not in order, or nil.
+// note stores the state of tables after a comparison, which err has ended.
 func (r *reporter) note(tables []Table, p *plan, err error) {
 	var now Report
 	right := present(tables, p.wanted)
@@ -93,7 +90,6 @@ func (r *reporter) note(tables []Table, p *plan, err error) {
 			Used:  map[prefix.Family]int{prefix.IPv4: t.Count(prefix.IPv4), prefix.IPv6: t.Count(prefix.IPv6)},
 			Quota: map[prefix.Family]int{},
 		}
-
 		for _, one := range p.problems {
 			if quota, ok := errors.AsType[*QuotaError](one.err); ok && quota.Table == t.ID && quota.Limit > 0 {
 				table.Quota[prefix.FamilyOf(one.dst.Addr())] = quota.Limit
@@ -115,11 +111,11 @@ func (r *reporter) note(tables []Table, p *plan, err error) {
 	r.report = now
 }
 
-// recall sets the unknown quota of a family to the one in before, the tables of the earlier report. It does not if the
-// table has more routes of that family than that quota permits, because then the quota has been raised.
+// recall takes unknown quotas from the tables of the earlier report.
 func (t *TableReport) recall(before []TableReport) {
 	for _, b := range before {
 		for f, quota := range b.Quota {
+			// If more routes are there than it permits, it has been raised.
 			if b.ID == t.ID && t.Quota[f] == 0 && t.Used[f] <= quota {
 				t.Quota[f] = quota
 			}

@@ -62,23 +62,23 @@ func (m *Metadata) read(ctx context.Context, path string) (string, error) {
 	}
 
 	status, text, err := m.send(ctx, http.MethodGet, "meta-data/"+path, header)
-	switch {
-	case err != nil:
+	if err != nil {
 		return "", err
-	case status == http.StatusNotFound:
+	}
+	if status == http.StatusNotFound {
 		return "", ErrUndefined
-	case status != http.StatusOK:
-		m.session = ""
+	}
+	if status != http.StatusOK {
+		m.session = "" // it may have been refused
 		return "", fmt.Errorf("%w: status %d", cloud.ErrUnavailable, status)
-	case text == "":
+	}
+	if text == "" {
 		return "", fmt.Errorf("%w: the answer is empty", cloud.ErrUnavailable)
 	}
 	return text, nil
 }
 
-// open opens a session with the service, unless one is open. It does so because the service of an instance
-// may require one. If the service refuses to open a session, open returns nil, because such a service works
-// without sessions.
+// open opens a session with the service, which may require one, unless one is open.
 func (m *Metadata) open(ctx context.Context) error {
 	if m.Session == "" || m.session != "" && time.Now().Before(m.ends) {
 		return nil
@@ -90,8 +90,12 @@ func (m *Metadata) open(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if m.session = ""; status == http.StatusOK {
-		m.session, m.ends = text, time.Now().Add(sessionTime-reserve)
+
+	// A service that refuses to open a session works without.
+	m.session = ""
+	if status == http.StatusOK {
+		m.session = text
+		m.ends = time.Now().Add(sessionTime - reserve)
 	}
 	return nil
 }
@@ -181,16 +185,16 @@ func (m *Metadata) Keys(ctx context.Context) (Keys, error) {
 	if !ok {
 		return Keys{}, fmt.Errorf("%w: the metadata service of %s has sent no keys", cloud.ErrUnavailable, m.Cloud)
 	}
-	m.keys, m.until = k, until.Add(-reserve)
+	m.keys = k
+	m.until = until.Add(-reserve)
 	return k, nil
 }
 
-// renew makes the next call of Keys ask the service for the keys again.
+// renew makes the next call of Keys ask the service again.
 func (m *Metadata) renew() { m.keys = Keys{} }
 
-// decodeKeys decodes the keys of a role and the time when they end. It knows the names of fields of Alibaba
-// Cloud and Tencent Cloud. It returns false unless text is JSON with an id and a secret. The time is zero
-// if text has none.
+// decodeKeys decodes the keys of a role and the time when they end, by the field names of Alibaba Cloud and
+// of Tencent Cloud.
 func decodeKeys(text string) (Keys, time.Time, bool) {
 	var answer struct {
 		ID         string `json:"AccessKeyId"`

@@ -42,8 +42,7 @@ func NewDirect() *http.Client {
 	return &http.Client{Timeout: directTimeout, CheckRedirect: noRedirect, Transport: &http.Transport{DisableKeepAlives: true}}
 }
 
-// noRedirect makes the client return a redirect as the answer, and not follow it, because clouds send no
-// redirects, and another server must not get calls.
+// noRedirect makes a redirect the answer: clouds send none, and another server must not get calls.
 func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 
 // Send sends a request and returns the answer with any status. The error wraps cloud.ErrUnavailable. It
@@ -54,6 +53,7 @@ func Send(client *http.Client, req *http.Request) (status int, body []byte, err 
 		return 0, nil, fmt.Errorf("%w: %s", cloud.ErrUnavailable, Reason(err))
 	}
 	defer resp.Body.Close()
+
 	body, err = io.ReadAll(io.LimitReader(resp.Body, maxAnswer+1))
 	if err != nil {
 		return 0, nil, fmt.Errorf("%w: %s", cloud.ErrUnavailable, Reason(err))

@@ -54,7 +54,7 @@ func Sign(req *http.Request, keys access.Keys, c Call) {
 	req.Header.Set("Authorization", algorithm+" Credential="+keys.ID+",SignedHeaders="+list+",Signature="+hex.EncodeToString(mac.Sum(nil)))
 }
 
-// query returns parameters in the form that the signature needs: sorted, and escaped as in RFC 3986.
+// query sorts the parameters, and escapes them as in RFC 3986.
 func query(params url.Values) string {
 	return strings.NewReplacer("+", "%20", "*", "%2A", "%7E", "~").Replace(params.Encode())
 }

@@ -36,12 +36,13 @@ func Sign(req *http.Request, keys access.Keys, c Call) {
 	scope := strings.Join([]string{date, c.Service, end}, "/")
 	headers := "content-type:" + strings.ToLower(req.Header.Get("Content-Type")) + "\nhost:" + strings.ToLower(req.URL.Host) + "\n"
 	canonical := strings.Join([]string{http.MethodPost, "/", "", headers, list, sum(c.Body)}, "\n")
+
 	key := []byte("TC3" + keys.Secret)
 	for _, part := range []string{date, c.Service, end} {
 		key = mac(key, part)
 	}
-
 	signature := mac(key, strings.Join([]string{algorithm, stamp, scope, sum([]byte(canonical))}, "\n"))
+
 	req.Header.Set("X-TC-Timestamp", stamp)
 	if keys.Token != "" {
 		req.Header.Set("X-TC-Token", keys.Token)
