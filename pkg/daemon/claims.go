@@ -21,21 +21,21 @@ type claims struct {
 	files    []string
 }
 
-// port is a UDP port on which a backend listens. backend is its type, as in the result of backend.PortsByType.
 type port struct {
 	number  int
-	backend string
+	backend string // its type, as in the result of backend.PortsByType
 }
 
-// claimsOf returns the claims of a network with this configuration. During a migration they are
-// those of both backends. be is nil if this version does not know the backend. The claims are then
-// only the prefixes.
+// claimsOf returns the claims of a network with this configuration. be is nil if this version does not know
+// the backend.
 func claimsOf(cfg subnet.Config, be backend.Backend) claims {
 	c := claims{networks: cfg.Prefixes()}
 	if be == nil {
 		return c
 	}
-	c.devices, c.files = be.Scope().Devices, backend.Files(be)
+
+	c.devices = be.Scope().Devices
+	c.files = backend.Files(be)
 	for kind, numbers := range backend.PortsByType(be, cfg.BackendType) {
 		for _, n := range numbers {
 			c.ports = append(c.ports, port{n, kind})
@@ -45,7 +45,6 @@ func claimsOf(cfg subnet.Config, be backend.Backend) claims {
 	return c
 }
 
-// beyond returns the part of c that none of the others covers.
 func (c claims) beyond(others []claims) claims {
 	rest := claims{slices.Clone(c.devices), slices.Clone(c.ports), slices.Clone(c.networks), slices.Clone(c.files)}
 	for _, o := range others {
@@ -59,7 +58,7 @@ func (c claims) beyond(others []claims) claims {
 	return rest
 }
 
-// clash returns a description of the first thing that both need, or "" if there is none.
+// clash describes the first thing that both need.
 func (c claims) clash(other claims) string {
 	for _, p := range c.networks {
 		for _, o := range other.networks {
@@ -74,7 +73,6 @@ func (c claims) clash(other claims) string {
 			return "both have the device " + d
 		}
 	}
-
 	for _, f := range c.files {
 		if slices.Contains(other.files, f) {
 			return "both have the file " + f

@@ -57,6 +57,7 @@ func (c Cleanup) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+
 	var all []lastknown.State
 	for _, name := range names {
 		file, err := statefile.Open[lastknown.State](c.StateDir, name)
@@ -66,7 +67,8 @@ func (c Cleanup) Run(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		defer func() { _ = file.Close() }()
+		defer func() { _ = file.Close() }() // until the end of Run, so that no daemon starts
+
 		last, _, err := file.Load()
 		if err != nil {
 			return fmt.Errorf("%w: the objects that it names stay; remove the file to continue without it", err)
@@ -75,10 +77,12 @@ func (c Cleanup) Run(ctx context.Context) error {
 	}
 
 	traces := c.traces(all)
+
 	// Files are removed last, because another attempt needs them.
 	if err := oneline.Join(c.kernel(ctx, all), c.rules(ctx, traces.FormerNetworks(subnet.Config{}))); err != nil {
 		return err
 	}
+
 	var blind error
 	if len(names) == 0 {
 		blind = c.blind()
@@ -86,9 +90,8 @@ func (c Cleanup) Run(ctx context.Context) error {
 	return oneline.Join(c.files(all), blind)
 }
 
-// blind reports that devices and routes cannot be found, because there are no state files.
-// It returns that as an error if the subnet file shows that a daemon has run here. Otherwise it prints that
-// nothing is known.
+// blind reports that devices and routes cannot be found without state files. That is an error if the subnet
+// file shows that a daemon has run here.
 func (c Cleanup) blind() error {
 	unknown := fmt.Errorf("there are no state files in %s: devices and routes that flanneld has left are not known, and stay", c.StateDir)
 	if _, err := os.Lstat(c.SubnetFile); err == nil {
@@ -98,8 +101,8 @@ func (c Cleanup) blind() error {
 	return nil
 }
 
-// traces returns one state for all state files. Its Former has the configurations of these files, and its
-// Rules have the networks in the subnet files and in Rules of the state files.
+// traces returns one state with the configurations of all state files as Former, and with the networks of
+// their Rules and of the subnet files.
 func (c Cleanup) traces(all []lastknown.State) lastknown.State {
 	sum := lastknown.State{}
 	for _, file := range c.subnetFiles(all) {
@@ -130,6 +133,7 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 		return err
 	}
 	defer func() { _ = kernel.Close() }()
+
 	var errs []error
 	var done ownership.Objects
 	if c.Backends.Recorded != nil {
@@ -157,7 +161,6 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 	return oneline.Join(errs...)
 }
 
-// owned returns the ownership of every configuration in the states.
 func (c Cleanup) owned(all []lastknown.State) (owned []ownership.Objects) {
 	for _, last := range all {
 		for _, f := range append(slices.Clone(last.Former), lastknown.Former{Config: last.Config, Interface: last.Interface}) {
@@ -168,7 +171,6 @@ func (c Cleanup) owned(all []lastknown.State) (owned []ownership.Objects) {
 	return owned
 }
 
-// leftovers removes the leftovers that exist.
 func (c Cleanup) leftovers(ctx context.Context, all []backend.Leftover) error {
 	var errs []error
 	for _, r := range all {
@@ -184,7 +186,6 @@ func (c Cleanup) leftovers(ctx context.Context, all []backend.Leftover) error {
 	return oneline.Join(errs...)
 }
 
-// rules removes the traffic rules of networks from every flavour of firewall.
 func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
 	if len(networks) == 0 {
 		return nil
@@ -198,8 +199,7 @@ func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
 	return keeper.NewHost().Remove(ctx, networks)
 }
 
-// files removes the subnet files, private keys that flanneld has written elsewhere, and the
-// files of flanneld in the state directory. It removes the directory if that is empty then.
+// files removes the subnet files, private keys that flanneld has written elsewhere, and the state files.
 func (c Cleanup) files(all []lastknown.State) error {
 	entries, err := os.ReadDir(c.StateDir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -219,6 +219,7 @@ func (c Cleanup) files(all []lastknown.State) error {
 	if err := c.remove(written); err != nil {
 		return err
 	}
+
 	var paths []string
 	for _, e := range entries {
 		for _, ours := range []string{"flanneld-", "device-", "wgkey"} {
@@ -227,7 +228,6 @@ func (c Cleanup) files(all []lastknown.State) error {
 			}
 		}
 	}
-
 	err = c.remove(paths)
 	if c.Yes {
 		_ = os.Remove(c.StateDir) // fails if the directory contains other files
@@ -235,7 +235,6 @@ func (c Cleanup) files(all []lastknown.State) error {
 	return err
 }
 
-// remove removes the files that exist.
 func (c Cleanup) remove(paths []string) error {
 	var errs []error
 	for _, path := range paths {
@@ -250,7 +249,6 @@ func (c Cleanup) remove(paths []string) error {
 	return oneline.Join(errs...)
 }
 
-// tell prints an object that Run removes, or would remove.
 func (c Cleanup) tell(what any) {
 	verb := "would remove"
 	if c.Yes {

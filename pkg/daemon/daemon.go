@@ -42,6 +42,7 @@ func Run(ctx context.Context, cfg Config) error {
 	if err := leaveOtherMode(ctx, h, cfg); err != nil {
 		return err
 	}
+
 	var s served
 	var err error
 	if cfg.Options.Several() {
@@ -82,8 +83,8 @@ func Run(ctx context.Context, cfg Config) error {
 	return err
 }
 
-// protectLock lets only root read the lock that iptables programs share. A user who can read it can hold it, and so keep
-// rules away. These programs create it like that, but touch and kubelet do not.
+// protectLock lets only root read the lock that iptables programs share: a user who can read it can hold it,
+// and so keep rules away. These programs create it like that, but touch and kubelet do not.
 func protectLock(ctx context.Context) {
 	const lock = "/run/xtables.lock"
 	info, err := os.Lstat(lock)
@@ -109,9 +110,7 @@ func announce(ctx context.Context, up <-chan struct{}) {
 	}
 }
 
-// waitForGroup waits until all goroutines of group have returned, or until stopTimeout after the end of
-// members, the context of group. It returns nil if ctx has ended, and otherwise the first error of group,
-// which has also ended members.
+// waitForGroup waits for group, at most for stopTimeout after the end of its context members.
 func waitForGroup(ctx, members context.Context, group *errgroup.Group) error {
 	notified := make(chan struct{})
 	context.AfterFunc(members, func() { // in the background, because systemd may not read the message at once

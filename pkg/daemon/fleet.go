@@ -59,11 +59,11 @@ func openFleet(ctx context.Context, h *network.Host, cfg Config) (served, error)
 	return f, nil
 }
 
-// parentPrefix returns the prefix of all networks as state files contain it.
+// parentPrefix is the prefix of all networks, as state files contain it.
 func parentPrefix(o options.Options) string { return strings.TrimRight(o.EtcdPrefix, "/") }
 
-// recall adds the networks that have a state file of an earlier process with the same etcd prefix. They
-// are served from their last known state until the store answers.
+// recall adds the networks of an earlier process with the same etcd prefix. They are served from their last
+// known state until the store answers.
 func (f *fleet) recall() error {
 	names, err := lastknown.Files(f.cfg.Options.StateDir)
 	if err != nil {
@@ -82,8 +82,7 @@ func (f *fleet) recall() error {
 	return nil
 }
 
-// join returns the network with the given name, and adds it if it is new. The caller holds f.mu, unless
-// no other goroutine uses f yet.
+// join adds a network if it is new. The caller holds f.mu, unless no other goroutine uses f yet.
 func (f *fleet) join(name string) *member {
 	if m := f.find(name); m != nil {
 		return m
@@ -93,8 +92,7 @@ func (f *fleet) join(name string) *member {
 	return m
 }
 
-// find returns the network with the given name, or nil. The caller holds f.mu, unless no other goroutine
-// uses f yet.
+// The caller holds f.mu, unless no other goroutine uses f yet.
 func (f *fleet) find(name string) *member {
 	if i := slices.IndexFunc(f.members, func(m *member) bool { return m.name == name }); i >= 0 {
 		return f.members[i]
@@ -146,8 +144,7 @@ func (f *fleet) Run(ctx context.Context) error {
 	return group.Wait()
 }
 
-// known returns, for each network, the last recorded moment at which the store had its configuration.
-// Networks without a record are missing.
+// known returns the last recorded moments at which the store had the configurations.
 func (f *fleet) known() map[string]subnet.Observation {
 	known := map[string]subnet.Observation{}
 	for _, m := range f.list() {
@@ -158,13 +155,7 @@ func (f *fleet) known() map[string]subnet.Observation {
 	return known
 }
 
-// apply passes the configurations in the store to the members, and adds members for new networks. A
-// network without a configuration ends only if left is true for it. Otherwise the network goes on with
-// its last configuration, because the store may have been emptied or replaced.
-//
-// The network may also have been deleted so long ago that the store does not report the deletion any
-// more. The host goes on to serve it all the same, because the pods of a network that is needed must not
-// be cut off.
+// apply passes the configurations in the store to the members, and adds members for new networks.
 func (f *fleet) apply(ctx context.Context, now etcd.NetworkConfigs) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -177,22 +168,23 @@ func (f *fleet) apply(ctx context.Context, now etcd.NetworkConfigs) {
 		text, exists := now.Texts[m.name]
 		if exists || f.left(m.name, now) {
 			m.offer(text)
-		} else {
-			m.miss(ctx)
+			continue
 		}
+
+		// The store may have been emptied or replaced, and the pods of a network that is needed must not
+		// be cut off. A deletion of long ago, which the store no longer reports, looks the same.
+		m.miss(ctx)
 	}
 }
 
-// left reports whether this host has to remove what it has of a network without a configuration: the
-// store reports that the network was deleted, or the flags of this process name other networks.
+// left reports whether this host has to remove what it has of a network without a configuration.
 func (f *fleet) left(name string, now etcd.NetworkConfigs) bool {
 	listed := f.cfg.Options.Networks
 	return slices.Contains(now.Deleted, name) || len(listed) > 0 && !slices.Contains(listed, name)
 }
 
-// admit makes all members decide about configurations that were not admitted yet, in the order in
-// which they have joined. If networks wait for each other, it makes one of them release what it has. It closes f.up once
-// the store has answered and isUp is true for all members.
+// admit makes all members decide about configurations that were not admitted yet, in the order in which
+// they have joined. If networks wait for each other, it makes one of them release what it has.
 func (f *fleet) admit(ctx context.Context) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -287,10 +279,10 @@ func (f *fleet) status(ctx context.Context, q status.Query) (status.Report, erro
 	m := f.find(q.Network)
 	f.mu.Unlock()
 
-	switch {
-	case q.Network == "":
+	if q.Network == "" {
 		return f.overview(), nil
-	case m == nil:
+	}
+	if m == nil {
 		return status.Report{}, fmt.Errorf("%w: %s", status.ErrNoNetwork, q.Network)
 	}
 	if n := m.present(); n != nil {
@@ -298,8 +290,11 @@ func (f *fleet) status(ctx context.Context, q status.Query) (status.Report, erro
 	}
 
 	r := f.process()
-	r.Network.Name, r.Network.Phase = m.name, m.summary().Phase
-	r.Ready, r.Reasons = false, m.summary().Reasons
+	s := m.summary()
+	r.Network.Name = m.name
+	r.Network.Phase = s.Phase
+	r.Ready = false
+	r.Reasons = s.Reasons
 	return r, nil
 }
 

@@ -65,8 +65,7 @@ func newMember(s *shared, name string) *member {
 	return &member{shared: s, name: name, wake: wait.NewSignal(), progress: progress}
 }
 
-// recall makes m begin with the last known state, until the store answers. It also records in the roster
-// what that state claims on this host.
+// recall makes m begin with the last known state, until the store answers.
 func (m *member) recall(last lastknown.State) error {
 	catalog, err := m.cfg.Backends(m.cfg.Options.Network(m.name))
 	if err != nil {
@@ -86,6 +85,7 @@ func (m *member) recall(last lastknown.State) error {
 	}
 
 	m.roster.recall(m.name, claimed...)
+
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.config = last.Config
@@ -97,11 +97,12 @@ func (m *member) recall(last lastknown.State) error {
 	return nil
 }
 
-// offer records the text of the configuration in the store. m must admit a new text before it uses that
-// text, but not the configuration that it has recalled. text is nil if the configuration was deleted.
+// offer records the configuration in the store, or nil if that was deleted. m must admit a new text before
+// it uses that text, but not the configuration that it has recalled.
 func (m *member) offer(text []byte) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+
 	m.missing = nil
 	unchanged := !m.has()
 	if text != nil {
@@ -122,14 +123,13 @@ func (m *member) offer(text []byte) {
 	m.decided()
 }
 
-// decided updates the phase after a change of the task, and wakes run. The caller holds m.mu.
+// decided must follow every change of the task. The caller holds m.mu.
 func (m *member) decided() {
 	m.progress.Decided(m.refused != nil, m.task().retire)
 	m.wake.Send()
 }
 
-// miss records that the store has no configuration of m, but does not report its deletion either. m goes
-// on with its last configuration.
+// miss records that the store has no configuration of m, but does not report its deletion either.
 func (m *member) miss(ctx context.Context) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -142,8 +142,7 @@ func (m *member) miss(ctx context.Context) {
 	m.confirmed()
 }
 
-// admit decides about a configuration that was offered and not admitted yet: it admits or refuses the
-// configuration. It logs a refusal if the reason is new.
+// admit admits or refuses a configuration that was offered, and logs a new reason.
 func (m *member) admit(ctx context.Context) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -161,15 +160,15 @@ func (m *member) admit(ctx context.Context) {
 	m.refused = err
 	m.admitted = err == nil
 	if m.admitted { // otherwise m goes on with its last configuration
-		m.config, m.generation = cfg, m.generation+1
+		m.config = cfg
+		m.generation++
 		m.yields = false // otherwise its session would end at each wake, and never be retired
 	}
 	m.confirmed()
 	m.decided()
 }
 
-// yield makes m release what this host has of the network, because another network waits for it, and m waits for
-// another network.
+// yield makes m release what this host has of the network, because networks wait for each other.
 func (m *member) yield(ctx context.Context) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -181,7 +180,6 @@ func (m *member) yield(ctx context.Context) {
 	m.decided()
 }
 
-// validate parses a configuration of m, and returns the configuration and its claims.
 func (m *member) validate(text []byte) (subnet.Config, claims, error) {
 	catalog, err := m.cfg.Backends(m.cfg.Options.Network(m.name))
 	if err != nil {
@@ -197,8 +195,7 @@ func (m *member) validate(text []byte) (subnet.Config, claims, error) {
 	return cfg, claimsOf(cfg, be), nil
 }
 
-// confirm reports whether text is the configuration that m has recalled from the last process. If so, it
-// calls confirmed. The caller holds m.mu.
+// confirm reports whether text is the configuration that m has recalled. The caller holds m.mu.
 func (m *member) confirm() bool {
 	cfg, _, err := m.validate(m.text)
 	if err != nil || len(subnet.Changes(m.config.Goal(), cfg)) > 0 {
@@ -220,7 +217,7 @@ func (m *member) confirmed() {
 // has reports whether m has a configuration. The caller holds m.mu.
 func (m *member) has() bool { return m.text != nil || m.admitted }
 
-// observation returns the last recorded moment at which the store had the configuration.
+// observation is the last recorded moment at which the store had the configuration.
 func (m *member) observation() subnet.Observation {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -268,7 +265,6 @@ func (m *member) task() task {
 	return t
 }
 
-// run serves or retires the network as next says, until ctx ends.
 func (m *member) run(ctx context.Context) {
 	ctx = klog.NewContext(ctx, klog.FromContext(ctx).WithValues("network", m.name))
 	var pause wait.Backoff
@@ -285,6 +281,7 @@ func (m *member) run(ctx context.Context) {
 			case <-ctx.Done():
 			}
 		}
+
 		if err == nil {
 			pause.Reset()
 			continue
@@ -298,14 +295,13 @@ func (m *member) run(ctx context.Context) {
 }
 
 // serve serves the network, beginning with the configuration of t, until ctx ends, the configuration was
-// deleted or the network fails. It returns an error only if the network fails. It returns nil at once if
-// the task has changed by the time at which the network is open.
+// deleted or the network fails.
 func (m *member) serve(ctx context.Context, t task) error {
 	n, err := m.open(ctx, t)
 	if err != nil {
 		return err
 	}
-	if !m.begin(t, n) {
+	if !m.begin(t, n) { // the task has changed meanwhile
 		n.Close()
 		return nil
 	}
@@ -341,8 +337,8 @@ func (m *member) serve(ctx context.Context, t task) error {
 	}
 }
 
-// begin records that n is served with the configuration of t. It returns false if the member has another
-// configuration by now, because the roster may then not reserve the claims of t any more.
+// begin records that n is served with the configuration of t. It returns false if the roster may not
+// reserve the claims of t any more.
 func (m *member) begin(t task, n *network.Network) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -357,19 +353,17 @@ func (m *member) begin(t task, n *network.Network) bool {
 	return true
 }
 
-// claim implements network.Config.Claims. It also makes the fleet admit configurations again, because
-// another network may wait for something that this one does not have any more.
+// claim implements network.Config.Claims.
 func (m *member) claim(all []network.Claimed) error {
 	var claimed []claims
 	for _, c := range all {
 		claimed = append(claimed, claimsOf(c.Config, c.Backend))
 	}
 	err := m.roster.claim(m.name, claimed...)
-	m.news.Send()
+	m.news.Send() // another network may wait for something that this one has released
 	return err
 }
 
-// open opens the network with the configuration of t.
 func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
 	c := network.Config{
 		Host: m.host, Options: m.cfg.Options.Network(m.name), Name: m.name, Backends: m.cfg.Backends,
@@ -412,7 +406,6 @@ func (s networkStore) Config(ctx context.Context) (subnet.Config, error) {
 	return s.member.next().config, nil
 }
 
-// closed records that n is not served any more, and closes it.
 func (m *member) closed(n *network.Network) {
 	m.mu.Lock()
 	if now, ok := n.State(); ok {
@@ -423,17 +416,19 @@ func (m *member) closed(n *network.Network) {
 	m.last = n
 	m.progress.Stopped()
 	m.mu.Unlock()
+
 	n.Close()
 	m.host.Tuner.Ended(m.name)
 }
 
-// retire removes everything of a network whose configuration was deleted, or that yields. A network that yields keeps its
-// lease in the store, and so its subnets. It keeps no last known state, with which a next process would begin.
+// retire removes everything of a network whose configuration was deleted, or that yields. A network that
+// yields keeps its lease in the store, and so its subnets, but no last known state.
 func (m *member) retire(ctx context.Context) error {
 	m.mu.Lock()
 	m.last = nil // Retire does what its Shutdown would do
 	yields := m.has()
 	m.mu.Unlock()
+
 	n, err := m.open(ctx, task{})
 	if err != nil {
 		return err
@@ -450,7 +445,6 @@ func (m *member) retire(ctx context.Context) error {
 	return m.retired()
 }
 
-// retired records that nothing of the network is left.
 func (m *member) retired() error {
 	m.mu.Lock()
 	m.began = false
@@ -461,22 +455,19 @@ func (m *member) retired() error {
 	return m.claim(nil)
 }
 
-// present returns the network while it is served, or nil.
 func (m *member) present() *network.Network {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.net
 }
 
-// served returns the network that is served or was served last, or nil.
 func (m *member) served() *network.Network {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return cmp.Or(m.net, m.last)
 }
 
-// isUp reports whether m has no configuration, was refused, or has a network that has been ready since it
-// was opened.
+// isUp reports whether the start need not wait for m any more.
 func (m *member) isUp() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -502,18 +493,18 @@ func (m *member) summary() status.NetworkSummary {
 	if m.net != nil {
 		s.Ready, s.Reasons = m.net.Ready()
 		if now, ok := m.net.State(); ok {
-			s.BackendType, s.Prefixes = now.Config.BackendType, now.Config.Prefixes()
+			s.BackendType = now.Config.BackendType
+			s.Prefixes = now.Config.Prefixes()
 			s.Subnets = append(s.Subnets, now.Own.Subnets()...)
 		}
 	}
+
 	if m.missing != nil {
 		s.Reasons = append(s.Reasons, m.missing.Error())
 	}
-
-	switch {
-	case m.refused != nil:
+	if m.refused != nil {
 		s.Reasons = append(s.Reasons, oneline.Text(m.refused))
-	case m.net != nil && m.net.Refusal() != "":
+	} else if m.net != nil && m.net.Refusal() != "" {
 		s.Reasons = append(s.Reasons, m.net.Refusal())
 	}
 	return s

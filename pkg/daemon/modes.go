@@ -15,8 +15,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/options"
 )
 
-// leaveOtherMode removes what a daemon with the same store and files has left when it served several networks and this
-// one serves a single one, or the other way round. A network that another daemon serves now stays.
+// leaveOtherMode removes what a daemon with the same store and files has left that served several networks,
+// if this one serves a single one, or the other way round.
 func leaveOtherMode(ctx context.Context, h *network.Host, cfg Config) error {
 	o := cfg.Options
 	names, err := lastknown.Files(o.StateDir)
@@ -35,20 +35,20 @@ func leaveOtherMode(ctx context.Context, h *network.Host, cfg Config) error {
 		}
 
 		log := klog.FromContext(ctx).WithValues("network", last.Config.Prefixes())
-		switch err := retire(klog.NewContext(ctx, log), network.Config{Host: h, Options: former, Name: last.Name, Backends: cfg.Backends}); {
-		case errors.Is(err, statefile.ErrInUse):
+		err = retire(klog.NewContext(ctx, log), network.Config{Host: h, Options: former, Name: last.Name, Backends: cfg.Backends})
+		if errors.Is(err, statefile.ErrInUse) {
 			log.Info("another flanneld serves this network, so it stays", "subnetFile", former.SubnetFile)
-		case err != nil:
-			return fmt.Errorf("remove what a daemon with other --networks has left: %w", err)
-		default:
-			log.Info("removed what a daemon with other --networks has left", "subnetFile", former.SubnetFile)
+			continue
 		}
+		if err != nil {
+			return fmt.Errorf("remove what a daemon with other --networks has left: %w", err)
+		}
+		log.Info("removed what a daemon with other --networks has left", "subnetFile", former.SubnetFile)
 	}
 	return nil
 }
 
-// ofOtherMode returns the options of the network with the state last if the daemon in the other mode, but with the same
-// flags otherwise, would have its state in that file.
+// ofOtherMode returns the options of a daemon in the other mode that has the state last in that file.
 func ofOtherMode(o options.Options, file string, last lastknown.State) (former options.Options, ok bool) {
 	former = o
 	if o.Several() {

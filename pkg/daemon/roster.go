@@ -21,7 +21,6 @@ type roster struct {
 	moved   wait.Broadcast // sent when the prefixes of a network change
 }
 
-// entry is one network in a roster.
 type entry struct {
 	name     string
 	promised *claims  // claims of the admitted configuration; nil if there is none
@@ -34,8 +33,8 @@ func newRoster() *roster { return &roster{} }
 // join adds a network, unless it is there already.
 func (r *roster) join(name string) { r.change(name, func(*entry) {}) }
 
-// promise records what a network may begin to use. The new promise replaces an earlier one. promise
-// returns an error, and only records what was wanted, if another network has claimed or was promised a part of it.
+// promise records what a network may begin to use, instead of an earlier promise. If another network has
+// claimed or was promised a part of it, promise only records what was wanted.
 func (r *roster) promise(name string, wanted claims) (err error) {
 	r.change(name, func(e *entry) {
 		if err = r.clash(name, wanted); err != nil {
@@ -48,9 +47,8 @@ func (r *roster) promise(name string, wanted claims) (err error) {
 	return err
 }
 
-// knot returns the network that must release what it has claimed, because networks wait for each other in a cycle, or
-// an empty string if there is no cycle. Of all networks in cycles that is the one with the last name, so that all hosts
-// choose the same one.
+// knot returns the network that must release what it has claimed, because networks wait for each other in
+// a cycle, or "".
 func (r *roster) knot() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -71,15 +69,15 @@ func (r *roster) knot() string {
 		})
 	}
 
-	name := ""
+	name := "" // the last one, so that all hosts choose the same network
 	for _, e := range waiting {
 		name = max(name, e.name)
 	}
 	return name
 }
 
-// waitsFor reports whether network o keeps e from getting what e wants. releases is set if o releases what it has. Of two
-// that want the same, the one with the first name gets it.
+// waitsFor reports whether network o keeps e from getting what e wants. releases is set if o releases what
+// it has. Of two that want the same, the one with the first name gets it.
 func (e *entry) waitsFor(o *entry, releases bool) bool {
 	if releases {
 		return o.name < e.name && e.wanted.clash(*o.wanted) != ""
@@ -87,7 +85,6 @@ func (e *entry) waitsFor(o *entry, releases bool) bool {
 	return o.promised != nil && e.wanted.clash(*o.promised) != "" || slices.ContainsFunc(o.claimed, func(c claims) bool { return e.wanted.clash(c) != "" })
 }
 
-// withdraw removes the promise to a network, and what it wanted.
 func (r *roster) withdraw(name string) {
 	r.change(name, func(e *entry) {
 		e.promised = nil
@@ -95,8 +92,7 @@ func (r *roster) withdraw(name string) {
 	})
 }
 
-// begin adds the promised claims of a network to what it has claimed, because the network may use them
-// from now on.
+// begin turns the promise to a network into a claim.
 func (r *roster) begin(name string) {
 	r.change(name, func(e *entry) {
 		if p := e.promised; p != nil && !slices.ContainsFunc(e.claimed, func(c claims) bool { return reflect.DeepEqual(c, *p) }) {
@@ -105,16 +101,13 @@ func (r *roster) begin(name string) {
 	})
 }
 
-// recall records what a network has claimed in the last process: the claims of the configuration in
-// use, and then those of former configurations.
+// recall records what a network has claimed in the last process, as in entry.claimed.
 func (r *roster) recall(name string, all ...claims) {
 	r.change(name, func(e *entry) { e.claimed = all })
 }
 
-// claim replaces what a network has claimed. It returns an error, and changes nothing, if another network
-// has claimed or was promised a part of what is new to this network: neither claimed nor promised before.
-// Something can be new because the promise may have been withdrawn after the network began to prepare the
-// configuration.
+// claim replaces what a network has claimed. It returns an error if another network has a part of what is
+// new. A promise may have been withdrawn after the network began to prepare the configuration.
 func (r *roster) claim(name string, all ...claims) (err error) {
 	r.change(name, func(e *entry) {
 		has := slices.Clone(e.claimed)
@@ -131,8 +124,7 @@ func (r *roster) claim(name string, all ...claims) (err error) {
 	return err
 }
 
-// others returns the addresses of all networks except the named one, in as few prefixes as possible, and
-// a channel that is closed when they may have changed.
+// others returns the prefixes of all other networks, and a channel that is closed after a change.
 func (r *roster) others(name string) (prefixes []netip.Prefix, moved <-chan struct{}) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -144,8 +136,7 @@ func (r *roster) others(name string) (prefixes []netip.Prefix, moved <-chan stru
 	return prefix.Merge(prefixes), r.moved.Changed()
 }
 
-// change calls f with the entry of a network, and adds the entry if there is none. It sends moved if f
-// changes the prefixes of the entry.
+// change calls f with the entry of a network, which it adds if there is none.
 func (r *roster) change(name string, f func(*entry)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -154,14 +145,17 @@ func (r *roster) change(name string, f func(*entry)) {
 		i = len(r.entries)
 		r.entries = append(r.entries, &entry{name: name})
 	}
-	before := r.entries[i].prefixes()
-	if f(r.entries[i]); !slices.Equal(before, r.entries[i].prefixes()) {
+
+	e := r.entries[i]
+	before := e.prefixes()
+	f(e)
+	if !slices.Equal(before, e.prefixes()) {
 		r.moved.Send()
 	}
 }
 
-// clash returns an error if another network has claimed or was promised a part of what the network
-// wants. The caller holds r.mu.
+// clash says which other network has claimed or was promised a part of what the network wants. The caller
+// holds r.mu.
 func (r *roster) clash(name string, wanted claims) error {
 	for _, e := range r.entries {
 		if e.name == name {
@@ -174,21 +168,23 @@ func (r *roster) clash(name string, wanted claims) error {
 		}
 
 		for i, has := range e.claimed {
-			switch why := wanted.clash(has); {
-			case why == "":
-			case i == 0 && e.wanted != nil && wanted.clash(*e.wanted) == "":
-				return fmt.Errorf("it waits until network %s, which has another configuration now, has released this: %s", e.name, why)
-			case i == 0:
-				return fmt.Errorf("it clashes with network %s, which was there first: %s", e.name, why)
-			default:
+			why := wanted.clash(has)
+			if why == "" {
+				continue
+			}
+			if i > 0 {
 				return fmt.Errorf("it waits until network %s has removed what a former configuration left: %s", e.name, why)
 			}
+			if e.wanted != nil && wanted.clash(*e.wanted) == "" {
+				return fmt.Errorf("it waits until network %s, which has another configuration now, has released this: %s", e.name, why)
+			}
+			return fmt.Errorf("it clashes with network %s, which was there first: %s", e.name, why)
 		}
 	}
 	return nil
 }
 
-// prefixes returns the addresses of the network, in as few prefixes as possible.
+// prefixes returns as few prefixes as possible.
 func (e *entry) prefixes() []netip.Prefix {
 	var all []netip.Prefix
 	if e.promised != nil {

@@ -21,11 +21,8 @@ import (
 // journalSize is the number of log lines on the status page.
 const journalSize = 200
 
-// listen opens the local socket, the health port and the address of --statusz-address, as far
-// as they are configured. group serves them until members, its context, ends. If the socket
-// cannot be opened, listen logs that and continues, because the socket is only for inspection.
-// If another address cannot be opened, listen returns an error. The caller must then end members,
-// because group may already serve the others.
+// listen opens the local socket, the health port and the address of --statusz-address, as far as they are
+// configured. group serves them until members, its context, ends, even if listen returns an error.
 func listen(ctx, members context.Context, group *errgroup.Group, o options.Options, s served) error {
 	mux := http.NewServeMux()
 	mux.Handle("/metrics", metrics.Handler(s.all))
@@ -41,7 +38,7 @@ func listen(ctx, members context.Context, group *errgroup.Group, o options.Optio
 
 	if path := o.SocketPath(); path != "" {
 		ln, err := status.Listen(ctx, path)
-		if err != nil {
+		if err != nil { // it is only for inspection
 			klog.FromContext(ctx).Error(err, "continuing without the status socket: flannelctl status will not work")
 		} else {
 			local := http.NewServeMux()
@@ -67,8 +64,8 @@ func listen(ctx, members context.Context, group *errgroup.Group, o options.Optio
 	return serve(o.StatuszAddress, with(throttled(page)))
 }
 
-// goroutines writes the stacks of all goroutines. They contain no values except for numbers, but show what the daemon
-// does, so only the local socket serves them.
+// goroutines writes the stacks of all goroutines. They show what the daemon does, so only the local socket
+// serves them.
 func goroutines(w http.ResponseWriter, _ *http.Request) {
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	_ = pprof.Lookup("goroutine").WriteTo(w, 2) // a failed write means that the client has gone
@@ -80,8 +77,8 @@ const (
 	pagesAtOnce    = 20
 )
 
-// throttled returns a handler that lets requests for h wait if there are too many. The local socket needs
-// no such limit, because only root can use it.
+// throttled lets requests wait if there are too many. The local socket needs no such limit, because only
+// root can use it.
 func throttled(h http.Handler) http.Handler {
 	limit := rate.NewLimiter(pagesPerSecond, pagesAtOnce)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -91,12 +88,11 @@ func throttled(h http.Handler) http.Handler {
 	})
 }
 
-// onLoopback returns a handler that passes a request to local if it comes from a loopback
-// address and its Host header is a loopback address too. It passes all other requests to others.
-// If the header could be any name, a web page of another site could read the status through a
-// browser on this host: the site gives its own name a loopback address.
+// onLoopback passes a request to local if it comes from a loopback address, and otherwise to others.
 func onLoopback(local, others http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		// If the Host header could be any name, a web page could read the status through a browser on this
+		// host: its site gives its own name a loopback address.
 		from, err := netip.ParseAddrPort(r.RemoteAddr)
 		to, err2 := netip.ParseAddrPort(r.Host)
 		if err == nil && err2 == nil && from.Addr().Unmap().IsLoopback() && to.Addr().Unmap().IsLoopback() {
