@@ -22,15 +22,14 @@ const firstInterface = "eth0"
 // errDamaged means that a note exists but cannot be parsed.
 var errDamaged = errors.New("damaged")
 
-// attachment identifies one interface of a container. The note of an attachment is a file in
-// the plugin's data directory. It contains the delegate's configuration with which the
-// interface was added.
+// attachment is one interface of a container. Its note is a file in dir with the configuration of the
+// delegate that added the interface.
 type attachment struct{ dir, container, iface string }
 
-// path returns the path of the note. For the first interface it is the path that
-// flannel's plugin uses, so that each plugin can delete what the other has added.
-// flannel's plugin has one note per container: that of the interface it added last.
 func (a attachment) path() string {
+	// For the first interface this is the path that flannel's plugin uses, so that each plugin
+	// can delete what the other has added. flannel's plugin has one note per container: that
+	// of the interface it added last.
 	name := a.container
 	if a.iface != firstInterface {
 		name += "@" + a.iface // a container id contains no "@", so the first "@" ends it
@@ -38,52 +37,52 @@ func (a attachment) path() string {
 	return filepath.Join(a.dir, name)
 }
 
-// attachments returns all attachments that have a note in dir. It returns none if dir
-// does not exist.
+// attachments returns those that have a note in dir, which may be missing.
 func attachments(dir string) ([]attachment, error) {
 	files, err := os.ReadDir(dir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("list attachments: %w", err)
 	}
+
 	var all []attachment
 	for _, f := range files {
 		container, iface, several := strings.Cut(f.Name(), "@")
 		if !several {
 			iface = firstInterface
 		}
-		if f.Type().IsRegular() && !strings.HasPrefix(container, ".") { // a leading dot marks a temporary file
+		temporary := strings.HasPrefix(container, ".")
+		if f.Type().IsRegular() && !temporary {
 			all = append(all, attachment{dir: dir, container: container, iface: iface})
 		}
 	}
 	return all, nil
 }
 
-// kept reports whether GC must keep a, because keep contains a or needs the note of a. all
-// contains the attachments that have a note. The note of a container's first interface may
-// be one that flannel's plugin has written for another interface. So for the first
-// interface, kept also returns true if keep contains an interface of the container that has
-// no note of its own.
+// kept reports whether GC must leave a, because an attachment in keep is a or needs the note of a.
 func (a attachment) kept(keep []types.GCAttachment, all []attachment) bool {
 	return slices.ContainsFunc(keep, func(k types.GCAttachment) bool {
 		if k.ContainerID != a.container {
 			return false
 		}
+
+		// The note of the first interface may be one that flannel's plugin has written for
+		// another interface, which then has no note of its own.
 		own := attachment{dir: a.dir, container: k.ContainerID, iface: k.IfName}
 		return own == a || a.iface == firstInterface && !slices.Contains(all, own)
 	})
 }
 
-// loadAny returns the delegate's configuration, like load. If a has no note, flannel's
-// plugin may have added it, and that plugin has one note for all interfaces of a container.
-// So loadAny returns the configuration from the note of the container's first interface, if
-// that note is for network. A caller that deletes a must not remove that note, because
-// another interface may need it. If a was never added, the delegate finds nothing to delete.
-// The error wraps fs.ErrNotExist if there is no note for network.
+// loadAny is load for an attachment to network that flannel's plugin may have added. The note may be
+// shared, so the caller must remove only that of a. The error wraps fs.ErrNotExist if there is none
+// for network.
 func (a attachment) loadAny(network string) (object, error) {
 	d, err := a.load()
 	if !errors.Is(err, fs.ErrNotExist) || a.iface == firstInterface {
 		return d, err
 	}
+
+	// flannel's plugin has one note for all interfaces of a container. If it never added a,
+	// the delegate finds nothing to delete.
 	shared, errShared := attachment{dir: a.dir, container: a.container, iface: firstInterface}.load()
 	if name, _ := shared.text("name", ""); errShared == nil && name != network {
 		return nil, err
@@ -91,13 +90,13 @@ func (a attachment) loadAny(network string) (object, error) {
 	return shared, errShared
 }
 
-// load returns the delegate's configuration from the note. The error wraps
-// fs.ErrNotExist if there is no note, and errDamaged if the note cannot be parsed.
+// load returns the delegate's configuration. The error wraps fs.ErrNotExist or errDamaged.
 func (a attachment) load() (object, error) {
 	text, err := os.ReadFile(a.path())
 	if err != nil {
 		return nil, fmt.Errorf("read attachment: %w", err)
 	}
+
 	var d object
 	if err := json.Unmarshal(text, &d); err != nil || d == nil {
 		return nil, fmt.Errorf("attachment %s: %w", a.path(), errDamaged)

@@ -16,19 +16,17 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/subnetfile"
 )
 
-// defaultBridge is the name of the bridge that the plugin bridge uses unless its configuration has one.
 const defaultBridge = "cni0"
 
-// enableIPv6 lets the bridge of d have IPv6 addresses if the host has an IPv6 subnet and new devices get none.
-// The sysctl net.ipv6.conf.default.disable_ipv6=1, which hardening guides recommend, does that, and the plugin
-// bridge fails to add its address.
+// enableIPv6 lets the bridge of d have IPv6 addresses if the host has an IPv6 subnet.
 func (c config) enableIPv6(d object) error {
 	if t, _ := d.text("type", ""); t != defaultDelegate {
 		return nil
 	}
 
 	host, err := subnetfile.Load(c.SubnetFile)
-	if err != nil || !slices.ContainsFunc(host.Entries, func(e subnetfile.Entry) bool { return prefix.FamilyOf(e.Subnet.Addr()) == prefix.IPv6 }) {
+	isIPv6 := func(e subnetfile.Entry) bool { return prefix.FamilyOf(e.Subnet.Addr()) == prefix.IPv6 }
+	if err != nil || !slices.ContainsFunc(host.Entries, isIPv6) {
 		return err
 	}
 	name, err := d.text("bridge", defaultBridge)
@@ -36,6 +34,9 @@ func (c config) enableIPv6(d object) error {
 		return err
 	}
 
+	// With net.ipv6.conf.default.disable_ipv6=1, which hardening guides recommend, new devices
+	// get no IPv6 addresses, and the plugin bridge fails to add its own. It creates the bridge
+	// and adds the address in one call, so the bridge is created here.
 	sysctl := func(dev string) string { return filepath.Join("/proc/sys/net/ipv6/conf", dev, "disable_ipv6") }
 	off, err := os.ReadFile(sysctl(name))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -45,12 +46,12 @@ func (c config) enableIPv6(d object) error {
 		return nil //nolint:nilerr // a kernel without IPv6, which the delegate reports
 	}
 
-	// The plugin bridge creates the bridge and adds the address in one call.
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name = name
 	if err := netlink.LinkAdd(&netlink.Bridge{LinkAttrs: attrs}); err != nil && !errors.Is(err, fs.ErrExist) {
 		return fmt.Errorf("add bridge %s: %w", name, err)
 	}
+
 	if err := os.WriteFile(sysctl(name), []byte("0"), 0); err != nil {
 		return fmt.Errorf("enable IPv6 on %s: %w", name, err)
 	}

@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -44,21 +45,17 @@ type config struct {
 }
 
 func parseConfig(stdin []byte) (config, error) {
-	c := config{SubnetFile: defaultSubnetFile, DataDir: defaultDataDir}
+	var c config
 	if err := json.Unmarshal(stdin, &c); err != nil {
 		return c, types.NewError(types.ErrDecodingFailure, "parse network configuration", err.Error())
 	}
-	if c.SubnetFile == "" {
-		c.SubnetFile = defaultSubnetFile
-	}
-	if c.DataDir == "" {
-		c.DataDir = defaultDataDir
-	}
+
+	c.SubnetFile = cmp.Or(c.SubnetFile, defaultSubnetFile)
+	c.DataDir = cmp.Or(c.DataDir, defaultDataDir)
 	return c, nil
 }
 
-// check returns an error if the configuration cannot be used to attach a container.
-// Deleting does not call it: the note contains the configuration for that.
+// check is not for deleting, because the note contains the configuration for that.
 func (c config) check() error {
 	for _, key := range []string{"name", "ipam"} {
 		if _, ok := c.Delegate[key]; ok {
@@ -73,14 +70,14 @@ func (c config) check() error {
 	if t == self {
 		return fmt.Errorf("delegate.type is %q: want another plugin", t)
 	}
+
 	if _, err := c.IPAM.text("type", defaultIPAM); err != nil {
 		return fmt.Errorf("ipam.%w", err)
 	}
 	return nil
 }
 
-// text returns the string under key, or def if there is no such key. It returns an error
-// if the value is empty or not a string.
+// text returns the string under key, or def if there is no such key. An empty string is an error.
 func (o object) text(key, def string) (string, error) {
 	raw, ok := o[key]
 	if !ok {
@@ -93,33 +90,30 @@ func (o object) text(key, def string) (string, error) {
 	return s, nil
 }
 
-// set sets key to value.
 func (o object) set(key string, value any) {
 	o[key], _ = json.Marshal(value) // cannot fail: each value that the plugin sets has a JSON form
 }
 
-// preset sets key to value unless the object has the key.
+// preset is set unless the object has the key.
 func (o object) preset(key string, value any) {
 	if _, ok := o[key]; !ok {
 		o.set(key, value)
 	}
 }
 
-// clone returns a copy that can be changed. The copy of nil is an empty object.
 func (o object) clone() object {
-	c := object{}
+	c := object{} // maps.Clone would return nil for nil, and nil cannot be changed
 	maps.Copy(c, o)
 	return c
 }
 
-// delegation returns the configuration with which the delegate adds a container on this
-// host. It keeps the operator's settings in delegate and ipam, except that it replaces
-// the ranges and adds routes. The error has the code ErrTryAgainLater if flanneld has
-// not written a valid subnet file.
+// delegation returns the configuration with which the delegate adds a container on this host. The
+// error has the code ErrTryAgainLater if flanneld has not written a valid subnet file.
 func (c config) delegation() (object, error) {
 	if err := c.check(); err != nil {
 		return nil, types.NewError(types.ErrInvalidNetworkConfig, "network configuration "+c.Name, err.Error())
 	}
+
 	host, err := subnetfile.Load(c.SubnetFile)
 	if err != nil {
 		details := err.Error()
@@ -131,29 +125,29 @@ func (c config) delegation() (object, error) {
 	return c.delegationOn(host)
 }
 
-// release returns a configuration with which the delegate can delete an attachment whose
-// note is damaged. release takes the range of addresses from the subnet file. If flanneld has
-// not written that file yet after a boot, release uses a range that is reserved for
-// documentation. Any range will do, because host-local requires a range, but releases the
-// container's addresses of all ranges.
+// release returns a configuration with which the delegate can delete an attachment whose note is
+// damaged.
 func (c config) release() (object, error) {
 	host, err := subnetfile.Load(c.SubnetFile)
 	if err != nil {
+		// After a boot flanneld may not have written the file yet. Any range will do, because
+		// host-local requires one, but releases the container's addresses of all ranges. This
+		// one is reserved for documentation (RFC 5737).
 		none := netip.MustParsePrefix("192.0.2.0/24")
 		host = subnetfile.File{Entries: []subnetfile.Entry{{Network: none, Subnet: none}}}
 	}
+
 	c.IPAM = c.IPAM.clone()
 	delete(c.IPAM, "routes") // deleting needs no routes, so bad ones must not make it fail
 	return c.delegationOn(host)
 }
 
-// delegationOn returns the configuration of the delegate on a host with the given
-// subnets.
 func (c config) delegationOn(host subnetfile.File) (object, error) {
 	ipam, err := c.addressManagement(host)
 	if err != nil {
 		return nil, err
 	}
+
 	d := c.Delegate.clone()
 	d.set("name", c.Name)
 	d.preset("type", defaultDelegate)
@@ -162,15 +156,13 @@ func (c config) delegationOn(host subnetfile.File) (object, error) {
 	if t, _ := d.text("type", ""); t == defaultDelegate {
 		d.preset("isGateway", true)
 	}
-
 	d.set("ipam", ipam)
 	c.runtime(d)
 	return d, nil
 }
 
-// runtime sets in d the values that the runtime passes with each call: the CNI version
-// and runtimeConfig. The version may differ from that of the call that added the
-// container, if the runtime or the plugins were upgraded in between.
+// runtime sets in d what the runtime passes with each call. The CNI version may differ from that of
+// ADD, if the runtime or the plugins were upgraded in between.
 func (c config) runtime(d object) {
 	if c.CNIVersion != "" {
 		d.set("cniVersion", c.CNIVersion)
@@ -180,11 +172,12 @@ func (c config) runtime(d object) {
 	}
 }
 
-// addressManagement returns the ipam object. With it the delegate assigns addresses from
-// the host's subnets, and adds routes to the networks of these subnets.
+// addressManagement returns the operator's ipam object with ranges from the host's subnets, and with
+// routes to their networks.
 func (c config) addressManagement(host subnetfile.File) (object, error) {
 	ipam := c.IPAM.clone()
 	ipam.preset("type", defaultIPAM)
+
 	var routes []json.RawMessage
 	if raw, ok := ipam["routes"]; ok {
 		if err := json.Unmarshal(raw, &routes); err != nil {
@@ -195,15 +188,14 @@ func (c config) addressManagement(host subnetfile.File) (object, error) {
 	var ranges [][]object
 	for _, e := range host.Entries {
 		subnet := object{}
-		route := object{}
 		subnet.set("subnet", e.Subnet)
-		route.set("dst", e.Network)
 		ranges = append(ranges, []object{subnet})
-		text, err := json.Marshal(route)
+
+		route, err := json.Marshal(map[string]netip.Prefix{"dst": e.Network})
 		if err != nil {
 			return nil, fmt.Errorf("encode route: %w", err)
 		}
-		routes = append(routes, text)
+		routes = append(routes, route)
 	}
 
 	ipam.set("ranges", ranges)

@@ -3,6 +3,7 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -628,9 +629,14 @@ func FuzzParseConfig(f *testing.F) {
 		if err != nil {
 			return
 		}
-		stdin, plugin, err := d.call()
-		if err != nil || plugin == "" || plugin == self || !json.Valid(stdin) {
-			t.Errorf("%s is delegated to %q with %s, %v", text, plugin, stdin, err)
+		err = d.delegate(func(_ context.Context, plugin string, stdin []byte, _ invoke.Exec) error {
+			if plugin == "" || plugin == self || !json.Valid(stdin) {
+				t.Errorf("%s is delegated to %q with %s", text, plugin, stdin)
+			}
+			return nil
+		})
+		if err != nil {
+			t.Errorf("%s is not delegated: %v", text, err)
 		}
 	})
 }

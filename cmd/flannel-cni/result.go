@@ -9,12 +9,11 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
-// withGateways adds a gateway to each route of result that has none. It takes the gateway of
-// the first address of the same family that has one, and leaves the route unchanged if there
-// is none. CHECK of the plugin bridge up to version 1.1 needs the gateway: it looks in the
-// kernel for the route exactly as result describes it, and the kernel's route has a gateway.
-// If result cannot be parsed, withGateways returns it unchanged.
+// withGateways adds the gateway of an address of the same family to each route of result that has
+// none. A result that cannot be parsed stays as it is.
 func withGateways(result json.RawMessage) json.RawMessage {
+	// CHECK of the plugin bridge up to version 1.1 looks in the kernel for the route exactly as
+	// result describes it, and the kernel's route has a gateway.
 	var top object
 	var ips []struct{ Gateway netip.Addr }
 	var routes []object
