@@ -45,7 +45,6 @@ const examples = `  # three hosts with vxlan; watch until Ctrl-C
   # several networks on every host, with a backend each
   flannel-lab --networks red,green --backend vxlan,host-gw`
 
-// options are the flags of flannel-lab.
 type options struct {
 	cfg           lab.Config
 	networks      []string
@@ -99,7 +98,7 @@ nothing behind, even if it is killed.`,
 	return cmd
 }
 
-// complete checks the flags and completes o.cfg, the configuration of the lab, from them.
+// complete checks the flags and sets o.cfg from them.
 func (o *options) complete() error {
 	if o.ipv6 && o.dual {
 		return errors.New("--ipv6 and --dual are both given: expected at most one")
@@ -131,6 +130,7 @@ func (o *options) complete() error {
 	if err := o.configure(); err != nil {
 		return err
 	}
+
 	if o.cfg.Flanneld == "" {
 		self, err := os.Executable()
 		if err != nil {
@@ -144,7 +144,6 @@ func (o *options) complete() error {
 	return nil
 }
 
-// configure converts the flags about networks to network configurations.
 func (o *options) configure() error {
 	var backend map[string]any
 	if err := json.Unmarshal([]byte(o.backendConfig), &backend); err != nil || backend == nil {
@@ -153,6 +152,7 @@ func (o *options) configure() error {
 	if t, ok := backend["Type"]; ok && t != o.backend {
 		return fmt.Errorf("--backend-config: Type is %v, but --backend says %s", t, o.backend)
 	}
+
 	if len(o.networks) > 0 {
 		var err error
 		o.cfg.Networks, err = lab.Networks(o.networks, o.cfg.Families, strings.Split(o.backend, ","), backend)
@@ -175,6 +175,7 @@ func (o *options) run(ctx context.Context, out, progress io.Writer) error {
 	if err := o.complete(); err != nil {
 		return err
 	}
+
 	start := time.Now()
 	o.cfg.Progress = func(step string) {
 		fmt.Fprintf(progress, "%6.2fs  %s\n", time.Since(start).Seconds(), step)
@@ -185,16 +186,19 @@ func (o *options) run(ctx context.Context, out, progress io.Writer) error {
 		return o.unlessStopped(ctx, err)
 	}
 	defer l.Close()
-	if err := bringUp(ctx, l); err != nil {
-		return o.unlessStopped(ctx, err)
+
+	err = bringUp(ctx, l)
+	if err == nil {
+		err = o.watch(ctx, l, out)
 	}
-	return o.unlessStopped(ctx, o.watch(ctx, l, out))
+	return o.unlessStopped(ctx, err)
 }
 
 func bringUp(ctx context.Context, l *lab.Lab) error {
 	const patience = time.Minute
 	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("not within %v", patience))
 	defer cancel()
+
 	// With --firewall=auto the lab also works on machines without iptables.
 	if err := l.StartFlanneld(ctx, lab.FlanneldOptions{Args: []string{"--firewall=auto"}}); err != nil {
 		return err
@@ -202,26 +206,23 @@ func bringUp(ctx context.Context, l *lab.Lab) error {
 	return l.AddPods(ctx)
 }
 
-// unlessStopped returns err while ctx is in use. If ctx has ended, the user has ended the lab.
-// This is the normal end of a lab, so unlessStopped returns nil. With --once it returns an
-// error, because the lab has ended before its output.
 func (o *options) unlessStopped(ctx context.Context, err error) error {
-	switch {
-	case ctx.Err() == nil || err == nil:
+	if ctx.Err() == nil || err == nil {
 		return err
-	case o.once:
-		return fmt.Errorf("interrupted: %w", err)
-	default:
-		return nil
 	}
+	if o.once {
+		return fmt.Errorf("interrupted: %w", err) // the lab has ended before its output
+	}
+	return nil // the user has ended the lab, which is its normal end
 }
 
-// watch shows the lab's state until ctx ends or, with --once, once. It redraws a terminal.
-// To another output it prints a state only if it differs from the last one. With --json it
-// prints every state.
+// watch shows the lab's state until ctx ends or, with --once, once.
 func (o *options) watch(ctx context.Context, l *lab.Lab, out io.Writer) error {
 	tick := time.NewTicker(o.interval)
 	defer tick.Stop()
+
+	// A terminal is redrawn. Another output gets a state only if it differs from the last one,
+	// and with --json every state.
 	redraw := !o.once && !o.json && isTerminal(out)
 	shown := ""
 	for {
@@ -232,6 +233,7 @@ func (o *options) watch(ctx context.Context, l *lab.Lab, out io.Writer) error {
 		if err != nil {
 			return err
 		}
+
 		if o.json || redraw || r.fingerprint() != shown {
 			if err := o.show(out, r, redraw); err != nil {
 				return err

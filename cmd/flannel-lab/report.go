@@ -68,6 +68,7 @@ const running = "running"
 
 func observe(ctx context.Context, l *lab.Lab) (report, error) {
 	const budget = 3 * time.Second // total time for measuring throughput
+
 	r := report{OK: true, Hosts: []hostReport{}, Leases: []leaseReport{}, Matrix: []cellReport{}}
 	for _, c := range l.Matrix(ctx, l.Families(), budget) {
 		cell := cellReport{
@@ -102,6 +103,7 @@ func observe(ctx context.Context, l *lab.Lab) (report, error) {
 func (r *report) readLeases(ctx context.Context, l *lab.Lab) error {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
+
 	leases, err := l.Leases(ctx)
 	if err != nil {
 		return err
@@ -114,6 +116,7 @@ func (r *report) readLeases(ctx context.Context, l *lab.Lab) error {
 				return err
 			}
 		}
+
 		r.Leases = append(r.Leases, leaseReport{Network: lease.Network, Subnet: lease.Key, Value: value, Seconds: int(lease.TTL.Seconds())})
 	}
 	return nil
@@ -124,6 +127,7 @@ func observeHost(ctx context.Context, l *lab.Lab, h *lab.Host) (hostReport, erro
 	if err := h.Daemon().Ended(); err != nil {
 		r.Flanneld = err.Error()
 	}
+
 	var own []prefix.Family
 	for _, p := range h.Pods() {
 		pod := podReport{Name: p.Name(), MTU: p.MTU(), Enter: p.Nsenter()}
@@ -149,8 +153,7 @@ func observeHost(ctx context.Context, l *lab.Lab, h *lab.Host) (hostReport, erro
 	return r, nil
 }
 
-// verdict returns an error if a pod is unreachable, a daemon does not run, or the leases
-// cannot be read.
+// verdict is nil if every pod is reachable, every daemon runs, and the leases can be read.
 func (r report) verdict() error {
 	failed := 0
 	for _, c := range r.Matrix {
@@ -173,8 +176,8 @@ func (r report) verdict() error {
 	return nil
 }
 
-// fingerprint returns a text that changes if the report is worth printing again. It omits
-// measured values and the remaining time of leases, which change all the time.
+// fingerprint changes if the report is worth printing again. It omits measured values and the
+// remaining time of leases, which change all the time.
 func (r report) fingerprint() string {
 	var b strings.Builder
 	for _, c := range r.Matrix {
@@ -210,6 +213,7 @@ func (r report) writeMatrix(b *strings.Builder, family string) {
 	var pods []string
 	var failures []string
 	address := map[string]string{}
+
 	for _, c := range r.Matrix {
 		if c.Family != family {
 			continue
@@ -251,6 +255,7 @@ func (r report) writeMatrix(b *strings.Builder, family string) {
 
 	fmt.Fprintln(w)
 	w.Flush()
+
 	fmt.Fprintf(b, "%d of %d reachable%s\n", len(cells)-len(failures), len(cells), r.span(family))
 	for i, text := range failures {
 		if i == maxFailures {
@@ -276,8 +281,6 @@ func (c cellReport) text(short bool) string {
 	return milliseconds(c.RTT) + " " + bits(c.Throughput)
 }
 
-// span returns the smallest and largest round-trip time and throughput of the reachable
-// cells of a family as text, or "" if there are none.
 func (r report) span(family string) string {
 	var rtt, bps []float64
 	for _, c := range r.Matrix {
@@ -296,10 +299,10 @@ func (r report) span(family string) string {
 func milliseconds(ms float64) string { return fmt.Sprintf("%.2fms", ms) }
 
 func bits(bps float64) string {
-	switch {
-	case bps >= 1e9:
+	if bps >= 1e9 {
 		return fmt.Sprintf("%.1fGbit/s", bps/1e9)
-	case bps >= 1e6:
+	}
+	if bps >= 1e6 {
 		return fmt.Sprintf("%.1fMbit/s", bps/1e6)
 	}
 	return fmt.Sprintf("%.1fkbit/s", bps/1e3)
@@ -328,6 +331,7 @@ func (r report) writeLeases(b *strings.Builder) {
 			fmt.Fprintf(w, "%s\tunreadable\t\t\n", l.Subnet)
 			continue
 		}
+
 		var public []string
 		for _, ip := range []string{v.PublicIP, v.PublicIPv6} {
 			if ip != "" && ip != "0.0.0.0" && ip != "::" {
@@ -365,7 +369,6 @@ func (r report) writeHosts(b *strings.Builder) {
 	w.Flush()
 }
 
-// hints returns the commands that enter the hosts and the pods.
 func (r report) hints() string {
 	var b strings.Builder
 	w := table(&b)

@@ -12,11 +12,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// given is a text flag with its name and value.
 type given struct{ name, value string }
 
-// check validates the values against each other and against the file system. It also sets
-// AllowExtensionBackend if that was not given, and appends warnings.
+// check also sets AllowExtensionBackend if that was not given, and appends warnings.
 func (o *Options) check() error {
 	if _, given := o.sources[allowExtension]; !given {
 		// By default the extension backend is allowed only with etcd, where a program that can
@@ -47,18 +45,18 @@ func (o *Options) check() error {
 			return err
 		}
 	}
+
 	if err := o.checkNetworks(); err != nil {
 		return err
 	}
+
 	if slices.Contains(o.Iface, "node-ip") && !o.KubeSubnetMgr {
 		return fmt.Errorf("%s node-ip needs %s: with etcd a host has no Node, expected a name or an address", o.Source("iface"), o.Source("kube-subnet-mgr"))
 	}
-
-	switch {
-	case o.LocationLabel == "":
-	case o.Location != "":
+	if o.LocationLabel != "" && o.Location != "" {
 		return fmt.Errorf("%s and %s are both set: expected one", o.Source("location"), o.Source("location-label"))
-	case !o.KubeSubnetMgr:
+	}
+	if o.LocationLabel != "" && !o.KubeSubnetMgr {
 		return fmt.Errorf("%s needs %s: with etcd, expected %s", o.Source("location-label"), o.Source("kube-subnet-mgr"), o.Source("location"))
 	}
 
@@ -70,6 +68,7 @@ func (o *Options) check() error {
 	if info, err := os.Stat(o.StateDir); err == nil && !info.IsDir() {
 		return fmt.Errorf("%s %q is a file: expected a directory", o.Source("state-dir"), o.StateDir)
 	}
+
 	if o.LogFormat == logJSON && o.LogBacktraceAt != "" {
 		return fmt.Errorf("%s works with text logs only: expected %s text",
 			o.Source("log_backtrace_at"), o.Source("log-format"))
@@ -83,8 +82,6 @@ func (o *Options) check() error {
 	return nil
 }
 
-// checkNetworks returns an error if the options for several networks contradict other options or the
-// file system.
 func (o *Options) checkNetworks() error {
 	if !o.Several() {
 		return nil
@@ -95,12 +92,13 @@ func (o *Options) checkNetworks() error {
 		flag = "networks"
 	}
 
-	switch {
-	case o.KubeSubnetMgr:
+	if o.KubeSubnetMgr {
 		return fmt.Errorf("%s needs etcd: in Kubernetes a Node has one podCIDR for each address family, so there is one network", o.Source(flag))
-	case o.ExitOnConfigChange:
+	}
+	if o.ExitOnConfigChange {
 		return fmt.Errorf("%s is for one network: with %s changes of networks are followed", o.Source("exit-on-config-change"), o.Source(flag))
-	case !o.FollowConfig:
+	}
+	if !o.FollowConfig {
 		return fmt.Errorf("%s is for one network: with %s changes of networks are followed", o.Source("follow-config"), o.Source(flag))
 	}
 	if info, err := os.Stat(o.SubnetDir); err == nil && !info.IsDir() {
@@ -119,8 +117,7 @@ func (o *Options) together(a, b given) error {
 	return nil
 }
 
-// readable returns an error if a file is given and cannot be read. It does not open the
-// file, because opening a pipe may block.
+// readable accepts a file that is not given.
 func (o *Options) readable(f given) error {
 	if f.value == "" {
 		return nil
@@ -131,11 +128,12 @@ func (o *Options) readable(f given) error {
 		if info.IsDir() {
 			return fmt.Errorf("%s %q is a directory: expected a file", o.Source(f.name), f.value)
 		}
-		err = unix.Access(f.value, unix.R_OK)
+		err = unix.Access(f.value, unix.R_OK) // opening a pipe may block
 	}
 	if err == nil {
 		return nil
 	}
+
 	if pe, ok := errors.AsType[*fs.PathError](err); ok {
 		err = pe.Err // the message contains the path already
 	}

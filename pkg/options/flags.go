@@ -11,7 +11,6 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
 )
 
-// setting is a flag and the option that it sets.
 type setting struct {
 	name  string
 	arg   string // kind of value, for the help text; empty for a boolean
@@ -20,21 +19,19 @@ type setting struct {
 	binding
 }
 
-// binding connects a flag to a field of Options.
 type binding struct {
 	set    func(o *Options, text string) error
 	get    func(o Options) any
 	toggle bool // the flag without a value means true
 }
 
-// topic is a group of settings in the help text.
 type topic struct {
 	title    string
 	settings []setting
 }
 
-// to returns a binding that parses the text of a flag and stores the result in a field. If a flag
-// is given several times, the last text counts.
+// to returns the binding of a field with the result of parse. If a flag is given several times, the
+// last text counts.
 func to[T any](field func(*Options) *T, parse func(string) (T, error)) binding {
 	return binding{
 		set: func(o *Options, text string) error {
@@ -49,20 +46,18 @@ func to[T any](field func(*Options) *T, parse func(string) (T, error)) binding {
 	}
 }
 
-// toToggle returns the binding of a boolean field.
 func toToggle(field func(*Options) *bool) binding {
 	b := to(field, boolean)
 	b.toggle = true
 	return b
 }
 
-// toList returns the binding of a list. Every text adds an element, which check validates. An
-// empty text is ignored, because manifests contain --iface=$(IFACE), and IFACE may be empty.
+// toList returns the binding of a list, to which every text adds an element that check accepts.
 func toList(field func(*Options) *[]string, check func(string) error) binding {
 	return binding{
 		set: func(o *Options, text string) error {
 			if text == "" {
-				return nil
+				return nil // manifests contain --iface=$(IFACE), and IFACE may be empty
 			}
 			if err := check(text); err != nil {
 				return err

@@ -37,7 +37,6 @@ func Help() string {
 	return b.String()
 }
 
-// help writes the entry of one flag: its syntax, and below that its effect.
 func (s setting) help(b *strings.Builder) {
 	head := "  --" + s.name
 	if s.arg != "" {
@@ -58,7 +57,6 @@ func (s setting) help(b *strings.Builder) {
 	}
 }
 
-// wrap joins words to lines of at most width columns.
 func wrap(words []string, width int) []string {
 	var lines []string
 	line := ""

@@ -31,6 +31,7 @@ func (o Options) SetupLogging() error {
 			return fmt.Errorf("set log option %s to %q: %w", f[0], f[1], err)
 		}
 	}
+
 	if o.LogFormat == logJSON {
 		// The logger is not made a contextual logger, because klog does not apply v and
 		// vmodule to contextual loggers.
@@ -42,8 +43,8 @@ func (o Options) SetupLogging() error {
 	return nil
 }
 
-// plainLevel replaces the level of every line above verbosity 0 by DEBUG. slog would add a number,
-// such as DEBUG+2 for verbosity 2.
+// plainLevel is DEBUG for every line above verbosity 0, where slog would add a number, such as
+// DEBUG+2.
 func plainLevel(groups []string, a slog.Attr) slog.Attr {
 	if level, ok := a.Value.Any().(slog.Level); ok && len(groups) == 0 && a.Key == slog.LevelKey && level < slog.LevelInfo {
 		a.Value = slog.StringValue(slog.LevelDebug.String())

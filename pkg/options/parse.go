@@ -13,7 +13,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/spell"
 )
 
-// envPrefix is the prefix of environment variables that set flags.
 const envPrefix = "FLANNELD_"
 
 // The errors that Parse returns if the command line asks for something else than running
@@ -56,6 +55,7 @@ func Parse(args, env []string) (Options, error) {
 		return Options{}, err
 	}
 	o.Warnings = append(o.Warnings, warnings...)
+
 	o.readPod(env)
 	if err := o.check(); err != nil {
 		return Options{}, err
@@ -73,6 +73,7 @@ func Given(args, env []string) (map[string]string, error) {
 		return nil, err
 	}
 	vars, _ := environment(all, env, flags)
+
 	texts := map[string]string{}
 	for _, from := range []values{vars, flags} {
 		for name, c := range from {
@@ -96,12 +97,11 @@ func (o *Options) readPod(env []string) {
 	}
 }
 
-// values contains the texts that were given for each flag, by name.
+// values are by the name of the flag.
 type values map[string]*collected
 
-// collected contains the texts that were given for one flag, or in its variable. It
-// implements flag.Value, so that package flag only stores the texts. apply parses them later,
-// in the same way as those of variables.
+// collected implements flag.Value, so that package flag only stores the texts. apply parses them
+// later, in the same way as those of variables.
 type collected struct {
 	source string
 	texts  []string
@@ -112,8 +112,7 @@ func (c *collected) String() string     { return "" }
 func (c *collected) Set(s string) error { c.texts = append(c.texts, s); return nil }
 func (c *collected) IsBoolFlag() bool   { return c.toggle }
 
-// apply sets the options that were given, and records the source of each. It returns an
-// error for the first text that is invalid.
+// apply also records the source of each option.
 func (o *Options) apply(all []setting, given values) error {
 	for _, s := range all {
 		c, ok := given[s.name]
@@ -130,8 +129,7 @@ func (o *Options) apply(all []setting, given values) error {
 	return nil
 }
 
-// commandLine splits args into flags and their texts. It returns only flags that are
-// given.
+// commandLine returns only flags that are given.
 func commandLine(all []setting, args []string) (values, error) {
 	fs := flag.NewFlagSet("", flag.ContinueOnError)
 	fs.SetOutput(io.Discard)
@@ -168,9 +166,8 @@ func commandLine(all []setting, args []string) (values, error) {
 	return found, nil
 }
 
-// badFlag returns the reason why package flag stopped after the arguments in read: at an
-// unknown flag, at a flag without its value at the end, or before an argument that begins
-// with a dash and is not a flag.
+// badFlag returns why package flag stopped after the arguments in read: at an unknown flag, at the
+// last flag without its value, or before an argument that begins with a dash and is not a flag.
 func badFlag(fs *flag.FlagSet, all []setting, read []string) error {
 	var last, name string
 	if len(read) > 0 {
@@ -178,22 +175,22 @@ func badFlag(fs *flag.FlagSet, all []setting, read []string) error {
 		name, _, _ = strings.Cut(strings.TrimLeft(last, "-"), "=")
 	}
 
-	unknown := last != name && fs.Lookup(name) == nil
-	switch near, ok := spell.Meant(name, names(all)); {
-	case !unknown && fs.NArg() > 0:
+	known := last == name || fs.Lookup(name) != nil
+	if known && fs.NArg() > 0 {
 		return fmt.Errorf("argument %q is not a flag: expected --name or --name=value", redact(fs.Arg(0)))
-	case !unknown:
-		return fmt.Errorf("--%s needs a value", name)
-	case ok:
-		return fmt.Errorf("unknown flag --%s: did you mean --%s?", plain(name), near)
-	default:
-		return fmt.Errorf("unknown flag --%s: see --help", plain(name))
 	}
+	if known {
+		return fmt.Errorf("--%s needs a value", name)
+	}
+	if near, ok := spell.Meant(name, names(all)); ok {
+		return fmt.Errorf("unknown flag --%s: did you mean --%s?", onOneLine(name), near)
+	}
+	return fmt.Errorf("unknown flag --%s: see --help", onOneLine(name))
 }
 
-// badArgument returns an error about the first argument that is not a flag. It is usually
-// the value of a boolean flag, which needs a "=".
+// badArgument returns why arg, the first argument that is not a flag, is refused.
 func badArgument(fs *flag.FlagSet, read []string, arg string) error {
+	// It is usually the value of a boolean flag, which needs a "=".
 	if _, err := strconv.ParseBool(arg); err == nil && len(read) > 0 {
 		name := strings.TrimLeft(read[len(read)-1], "-")
 		if f := fs.Lookup(name); f != nil && read[len(read)-1] != name {
@@ -203,8 +200,8 @@ func badArgument(fs *flag.FlagSet, read []string, arg string) error {
 	return fmt.Errorf("unexpected argument %q: expected flags only, see --help", redact(arg))
 }
 
-// environment returns the texts of variables whose flags are not given on the command
-// line, and a warning for each variable that looks misspelt.
+// environment ignores variables whose flags are given, and returns a warning for each variable that
+// looks misspelt.
 func environment(all []setting, env []string, flags values) (vars values, warnings []string) {
 	byVar := map[string]string{}
 	for _, s := range all {
@@ -223,7 +220,7 @@ func environment(all []setting, env []string, flags values) (vars values, warnin
 		if !ok {
 			name = strings.ToLower(strings.TrimPrefix(variable, envPrefix))
 			if near, ok := spell.Meant(name, known); ok && name != "help" {
-				warnings = append(warnings, fmt.Sprintf("%s is ignored: did you mean %s?", plain(variable), Variable(near)))
+				warnings = append(warnings, fmt.Sprintf("%s is ignored: did you mean %s?", onOneLine(variable), Variable(near)))
 			}
 			continue
 		}
@@ -249,10 +246,9 @@ func names(all []setting) []string {
 	return ns
 }
 
-// plain escapes characters that would break a line.
-func plain(name string) string { return strings.Trim(strconv.Quote(name), `"`) }
+func onOneLine(name string) string { return strings.Trim(strconv.Quote(name), `"`) }
 
-// redact hides a user and password in a URL.
+// redact hides the user and password of a URL.
 func redact(text string) string {
 	at := strings.LastIndexByte(text, '@')
 	if at < 0 {

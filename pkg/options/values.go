@@ -25,16 +25,13 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
 )
 
-// socketOff is the value of --status-socket that disables the socket.
 const socketOff = "off"
 
-// The log formats.
 const (
 	logText = "text"
 	logJSON = "json"
 )
 
-// redacted replaces a secret when it is formatted.
 const redacted = "[redacted]"
 
 // Secret is a text that is not shown by formatting and logging.
@@ -60,8 +57,8 @@ func (s Secret) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 // LogValue returns the placeholder.
 func (s Secret) LogValue() slog.Value { return slog.StringValue(s.String()) }
 
-// The functions below parse the text of a flag. Their errors contain the expected value.
-// The caller adds the flag and the text.
+// The functions below parse the text of a flag. Their errors contain the expected value, and the
+// caller adds the flag and the text. With most of them an empty text is the zero value.
 
 func text(s string) (string, error) { return s, nil }
 
@@ -74,7 +71,6 @@ func path(s string) (string, error) {
 	return s, nil
 }
 
-// filePath parses the path of a file.
 func filePath(s string) (string, error) {
 	if s == "" || strings.HasSuffix(s, "/") {
 		return "", errors.New("expected the path of a file")
@@ -82,9 +78,8 @@ func filePath(s string) (string, error) {
 	return s, nil
 }
 
-// socketText parses the path of a local socket, or the value that disables it.
 func socketText(s string) (string, error) {
-	const longest = len(unix.RawSockaddrUnix{}.Path) - 1
+	const longest = len(unix.RawSockaddrUnix{}.Path) - 1 // without the NUL at the end
 	if s == "" || s == socketOff {
 		return s, nil
 	}
@@ -94,8 +89,7 @@ func socketText(s string) (string, error) {
 	return s, nil
 }
 
-// iface validates an address or a name of an interface. It accepts the names that the kernel
-// accepts.
+// iface accepts the names that the kernel accepts, and addresses.
 func iface(s string) error {
 	first, rest, several := strings.Cut(s, ",")
 	if a, err := netip.ParseAddr(first); several && err == nil {
@@ -107,12 +101,15 @@ func iface(s string) error {
 		}
 		return iface(rest)
 	}
+
 	if a, err := netip.ParseAddr(s); err == nil {
 		if a.IsUnspecified() || a.IsMulticast() {
 			return errors.New("expected an address that an interface can have")
 		}
 		return nil
 	}
+
+	// As dev_valid_name of the kernel, where 0xa0 is a space too.
 	space := func(r rune) bool { return r <= ' ' || r == 0x7f || r == 0xa0 || r == '/' || r == ':' }
 	if s == "." || s == ".." || len(s) >= unix.IFNAMSIZ || strings.ContainsFunc(s, space) {
 		return fmt.Errorf("expected an IP address or the name of an interface, which has %d characters at most", unix.IFNAMSIZ-1)
@@ -120,7 +117,6 @@ func iface(s string) error {
 	return nil
 }
 
-// regex validates a regular expression.
 func regex(s string) error {
 	_, err := regexp.Compile(s)
 	if e, ok := errors.AsType[*syntax.Error](err); ok {
@@ -129,14 +125,12 @@ func regex(s string) error {
 	return err
 }
 
-// annotationPrefix validates a prefix of annotations.
 func annotationPrefix(s string) (string, error) {
 	_, err := annotation.Prefix(s)
 	return s, err
 }
 
-// networkNames parses a comma separated list of names of networks. Empty names are ignored, as
-// with flannel.
+// networkNames ignores empty names, as flannel does.
 func networkNames(s string) ([]string, error) {
 	var names []string
 	for name := range strings.SplitSeq(s, ",") {
@@ -151,6 +145,7 @@ func networkNames(s string) ([]string, error) {
 		}
 		names = append(names, name)
 	}
+
 	if len(names) == 0 {
 		return nil, errors.New("expected names of networks, comma separated")
 	}
@@ -165,8 +160,8 @@ func boolean(s string) (bool, error) {
 	return b, nil
 }
 
-// integer parses a number from lo to hi, both included, in any base of a Go literal. The error
-// contains the text in the parameter of, which describes the number, such as "a port".
+// integer parses a number from lo to hi, both included, in any base of a Go literal. The text of
+// describes it, such as "a port".
 func integer(s string, lo, hi int64, of string) (int64, error) {
 	n, err := strconv.ParseInt(s, 0, 64)
 	if err != nil || n < lo || n > hi {
@@ -175,8 +170,7 @@ func integer(s string, lo, hi int64, of string) (int64, error) {
 	return n, nil
 }
 
-// whole returns a parser for a whole number of units from lo to hi, both included. name is the
-// plural of the unit.
+// whole parses a whole number of units from lo to hi, both included.
 func whole(unit time.Duration, name string, lo, hi int64) func(string) (time.Duration, error) {
 	return func(s string) (time.Duration, error) {
 		n, err := integer(s, lo, hi, "a whole number of "+name)
@@ -188,21 +182,21 @@ func whole(unit time.Duration, name string, lo, hi int64) func(string) (time.Dur
 // overflow when it is added to a time or passed to a store.
 const century = 100 * 365 * 24 * time.Hour
 
-// duration returns a parser for a duration of at least lo.
+// duration parses a duration of at least lo.
 func duration(lo time.Duration) func(string) (time.Duration, error) {
 	return func(s string) (time.Duration, error) {
 		d, err := time.ParseDuration(s)
-		switch {
-		case err != nil || d < lo:
+		if err != nil || d < lo {
 			return 0, fmt.Errorf("expected a duration such as 90s or 5m, at least %s", lo)
-		case d > century:
+		}
+		if d > century {
 			return 0, fmt.Errorf("expected a duration such as 90s or 5m, at most %.0fh", century.Hours())
 		}
 		return d, nil
 	}
 }
 
-// port parses a port. A negative number means 0, as with flannel.
+// port is 0 for a negative number, as with flannel.
 func port(s string) (uint16, error) {
 	if n, err := strconv.ParseInt(s, 0, 64); err == nil && n < 0 {
 		return 0, nil
@@ -225,7 +219,6 @@ func oneOf(choices ...string) func(string) (string, error) {
 	}
 }
 
-// address parses an IP address. Empty text is the zero address.
 func address(s string) (netip.Addr, error) {
 	if s == "" {
 		return netip.Addr{}, nil
@@ -237,7 +230,6 @@ func address(s string) (netip.Addr, error) {
 	return a.Unmap(), nil
 }
 
-// destination validates the IP address of another host. Empty text is valid.
 func destination(s string) (string, error) {
 	a, err := address(s)
 	if err == nil && s != "" && !subnet.IsHost(a) {
@@ -246,28 +238,26 @@ func destination(s string) (string, error) {
 	return s, err
 }
 
-// listenAddress parses an address that a program on this host can listen on. Empty text is the
-// zero address.
+// listenAddress parses an address that a program on this host can listen on.
 func listenAddress(s string) (netip.Addr, error) {
 	a, err := address(s)
-	if err == nil && s != "" && !listens(a) {
+	if err == nil && s != "" && !canListen(a) {
 		return a, errors.New("expected an IP address of this host")
 	}
 	return a, err
 }
 
-// listens reports whether a program can listen on a.
-func listens(a netip.Addr) bool {
+func canListen(a netip.Addr) bool {
 	return subnet.IsHost(a) || a.IsLoopback() || a.IsUnspecified()
 }
 
-// unicast returns a parser for an address that peers can send to. The address must be of IPv4 if
-// v4 is set, and otherwise of IPv6. Empty text is the zero address.
+// unicast parses an address that peers can send to, of IPv4 or of IPv6.
 func unicast(v4 bool) func(string) (netip.Addr, error) {
 	want := "expected an IPv6 address that peers can reach"
 	if v4 {
 		want = "expected an IPv4 address that peers can reach"
 	}
+
 	return func(s string) (netip.Addr, error) {
 		a, err := address(s)
 		if s != "" && (err != nil || a.Is4() != v4 || !subnet.IsHost(a)) {
@@ -277,7 +267,6 @@ func unicast(v4 bool) func(string) (netip.Addr, error) {
 	}
 }
 
-// publicEndpoint parses the name of this host, with an optional port. Empty text is none.
 func publicEndpoint(s string) (endpoint.Named, error) {
 	if s == "" {
 		return endpoint.Named{}, nil
@@ -292,7 +281,6 @@ func publicEndpoint(s string) (endpoint.Named, error) {
 	return e, nil
 }
 
-// location parses the name of a location. Empty text is none.
 func location(s string) (string, error) {
 	if s == "" {
 		return "", nil
@@ -300,7 +288,6 @@ func location(s string) (string, error) {
 	return s, subnet.CheckLocation(s)
 }
 
-// label parses the key of a label in Kubernetes. Empty text is none.
 func label(s string) (string, error) {
 	if s != "" && len(validation.IsQualifiedName(s)) > 0 {
 		return "", errors.New("expected the key of a label, such as topology.kubernetes.io/zone")
@@ -308,18 +295,20 @@ func label(s string) (string, error) {
 	return s, nil
 }
 
-// endpoints parses a comma separated list of etcd endpoints. They must have the same
-// scheme, because the client uses the scheme of the first one for all. Errors contain the number of
-// an endpoint and not its text, which may contain a password.
+// endpoints parses a comma separated list of etcd endpoints with one scheme.
 func endpoints(s string) ([]string, error) {
 	var list []string
 	for e := range strings.SplitSeq(s, ",") {
 		e = strings.TrimSpace(e)
 		list = append(list, e)
+
+		// The text may contain a password, so the errors have the number.
 		n := len(list)
 		if err := etcdEndpoint(e); err != nil {
 			return nil, fmt.Errorf("endpoint %d: %w", n, err)
 		}
+
+		// The client uses the scheme of the first endpoint for all.
 		if first, this := scheme(list[0]), scheme(e); this != first {
 			return nil, fmt.Errorf("endpoint 1 is %s and endpoint %d is %s: expected one scheme for all",
 				describeScheme(first), n, describeScheme(this))
@@ -328,7 +317,7 @@ func endpoints(s string) ([]string, error) {
 	return list, nil
 }
 
-// etcdEndpoint validates an etcd endpoint.
+// etcdEndpoint checks host:port, with http or https or without, and the path of a socket.
 func etcdEndpoint(e string) error {
 	malformed := errors.New("expected host:port, or http:// or https:// with host:port")
 	host := e
@@ -365,24 +354,26 @@ func isPort(s string) bool {
 	return err == nil && n > 0
 }
 
-// isHost reports whether s can be an address or a DNS name. It refuses a name whose last label is
-// a number, because this is probably a mistyped address.
+// isHost accepts an address or a DNS name.
 func isHost(s string) bool {
 	if _, err := netip.ParseAddr(s); err == nil {
 		return true
 	}
+
+	refused := func(r rune) bool { return r <= ' ' || strings.ContainsRune("/@:%?#[]\\\"", r) }
 	labels := strings.Split(strings.TrimSuffix(s, "."), ".")
 	for _, l := range labels {
-		if l == "" || len(l) > 63 || strings.ContainsFunc(l, func(r rune) bool { return r <= ' ' || strings.ContainsRune("/@:%?#[]\\\"", r) }) {
+		if l == "" || len(l) > 63 || strings.ContainsFunc(l, refused) {
 			return false
 		}
 	}
+
+	// A number at the end is probably of a mistyped address.
 	_, err := strconv.ParseUint(labels[len(labels)-1], 10, 64)
 	return err != nil && len(s) <= 254
 }
 
-// scheme returns the part of the etcd endpoint e before "://" in lower case, or "" if there is
-// none.
+// scheme returns what is before "://", in lower case, or "" if there is none.
 func scheme(e string) string {
 	if s, _, ok := strings.Cut(e, "://"); ok {
 		return strings.ToLower(s)
@@ -397,7 +388,6 @@ func describeScheme(s string) string {
 	return s
 }
 
-// apiURL parses the URL of the Kubernetes API server. Empty text is none.
 func apiURL(s string) (string, error) {
 	if s == "" {
 		return "", nil
@@ -421,18 +411,18 @@ func apiURL(s string) (string, error) {
 	return s, nil
 }
 
-// hostPort parses the address of a listener, "IP:port". Empty text is none.
+// hostPort parses the IP:port of a listener.
 func hostPort(s string) (string, error) {
 	if s == "" {
 		return "", nil
 	}
-	if a, err := netip.ParseAddrPort(s); err != nil || a.Port() == 0 || !listens(a.Addr()) {
+	if a, err := netip.ParseAddrPort(s); err != nil || a.Port() == 0 || !canListen(a.Addr()) {
 		return "", errors.New("expected IP:port, such as 127.0.0.1:8287 or [::]:8287")
 	}
 	return s, nil
 }
 
-// vmodule validates klog's list of file patterns with a level each.
+// vmodule checks klog's list of file patterns with a level each.
 func vmodule(s string) (string, error) {
 	for item := range strings.SplitSeq(s, ",") {
 		pattern, level, _ := strings.Cut(item, "=")
@@ -444,7 +434,7 @@ func vmodule(s string) (string, error) {
 	return s, nil
 }
 
-// backtraceAt validates klog's file:line.
+// backtraceAt checks klog's file:line.
 func backtraceAt(s string) (string, error) {
 	file, line, _ := strings.Cut(s, ":")
 	if n, err := strconv.Atoi(line); s != "" && (!strings.Contains(file, ".") || err != nil || n <= 0) {
