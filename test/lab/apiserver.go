@@ -16,8 +16,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
-	"syscall"
 	"time"
 )
 
@@ -37,16 +35,13 @@ type APIServerOptions struct {
 // namespace. It stores its objects in the lab's etcd, unless APIServerOptions.Etcd names
 // another store.
 type APIServer struct {
+	server
 	lab   *Lab
 	opt   APIServerOptions
 	files TLSFiles
-	tls   *tls.Config // configuration of the lab's own clients
-
-	mu   sync.Mutex
-	proc *process // nil before the first start
+	tls   *tls.Config // of the lab's own clients
 }
 
-// Folder and port of the API server in the router's namespace.
 const (
 	apiServerDir  = "/run/kube-apiserver"
 	apiServerPort = 6443
@@ -82,17 +77,13 @@ func (l *Lab) newAPIServer(o APIServerOptions) (*APIServer, error) {
 	if s.tls, err = s.files.clientConfig(); err != nil {
 		return nil, err
 	}
+
 	tokens := strings.Join(o.Tokens, "\n") + "\n"
 	if err := os.WriteFile(filepath.Join(dir, "tokens.csv"), []byte(tokens), 0o600); err != nil {
 		return nil, err
 	}
 	l.api = s
 	return s, nil
-}
-
-func (s *APIServer) running() bool {
-	p := s.process()
-	return p != nil && p.Ended() == nil
 }
 
 // Start starts the API server with the data that is in its store, and waits until it
@@ -104,10 +95,14 @@ func (s *APIServer) Start(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("start API server: %w", err)
 	}
-	s.mu.Lock()
-	s.proc = p
-	s.mu.Unlock()
-	return s.ready(ctx, p)
+	s.started(p)
+
+	client := &http.Client{Transport: s.Transport(s.lab.underlay), Timeout: 2 * time.Second}
+	defer client.CloseIdleConnections()
+
+	// This path allows anonymous requests as soon as the API server has created its roles.
+	url := "https://" + s.Addr(nil).String() + "/readyz"
+	return p.await(ctx, 50*time.Millisecond, func() error { return get(ctx, client, url) })
 }
 
 func (s *APIServer) args() []string {
@@ -129,30 +124,6 @@ func (s *APIServer) args() []string {
 	}
 }
 
-// ready waits until /readyz answers 200. This path allows anonymous requests as soon as
-// the API server has created its roles.
-func (s *APIServer) ready(ctx context.Context, p *process) error {
-	client := &http.Client{Transport: s.Transport(s.lab.underlay), Timeout: 2 * time.Second}
-	defer client.CloseIdleConnections()
-	tick := time.NewTicker(50 * time.Millisecond)
-	defer tick.Stop()
-
-	for {
-		err := get(ctx, client, "https://"+s.Addr(nil).String()+"/readyz")
-		if err == nil {
-			return nil
-		}
-		select {
-		case <-tick.C:
-		case <-p.exited:
-			return fmt.Errorf("start API server: %w", p.ended())
-		case <-ctx.Done():
-			return fmt.Errorf("wait for API server: %w: %w%s", context.Cause(ctx), err, p.log.lastLine())
-		}
-	}
-}
-
-// get requests url. It returns an error unless the status of the answer is 200.
 func get(ctx context.Context, client *http.Client, url string) error {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
@@ -163,6 +134,7 @@ func get(ctx context.Context, client *http.Client, url string) error {
 		return err
 	}
 	defer resp.Body.Close()
+
 	if resp.StatusCode != http.StatusOK {
 		return errors.New(resp.Status)
 	}
@@ -195,10 +167,12 @@ func (s *APIServer) Transport(n *Namespace) *http.Transport {
 // Kubeconfig returns a kubeconfig with which a client on any segment can use a token. The
 // token must be one of APIServerOptions.Tokens or one of a service account.
 func (s *APIServer) Kubeconfig(token string) ([]byte, error) {
-	ca, err := os.ReadFile(s.CA()) // the content, because the path is not valid in another PID namespace
+	// The content, because the path is not valid in another PID namespace.
+	ca, err := os.ReadFile(s.CA())
 	if err != nil {
 		return nil, err
 	}
+
 	return json.Marshal(map[string]any{
 		"apiVersion": "v1", "kind": "Config", "current-context": "lab",
 		"clusters": []any{map[string]any{"name": "lab", "cluster": map[string]any{"server": "https://" + s.Addr(nil).String(), "certificate-authority-data": ca}}},
@@ -215,34 +189,8 @@ func (s *APIServer) CA() string { return s.files.CA }
 // controllers need it. The processes that can read the file CA can read it too.
 func (s *APIServer) SigningKey() string { return s.files.serverKey }
 
-func (s *APIServer) process() *process {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.proc
-}
-
-// PID returns the process id, as the machine numbers it.
-func (s *APIServer) PID() int { return s.process().PID() }
-
-// Kill ends the API server with SIGKILL and waits for its end. Its data stays in etcd.
-func (s *APIServer) Kill() {
-	if p := s.process(); p != nil {
-		p.Kill()
-	}
-}
-
-// Stop freezes the API server with SIGSTOP: it still accepts connections but does not
-// answer until Cont.
-func (s *APIServer) Stop() error { return s.process().Freeze() }
-
-// Cont resumes a frozen API server.
-func (s *APIServer) Cont() error { return s.process().Signal(syscall.SIGCONT) }
-
 // Restart kills the API server and starts it again.
 func (s *APIServer) Restart(ctx context.Context) error {
 	s.Kill()
 	return s.Start(ctx)
 }
-
-// Log returns the output of the process of the API server that was started last.
-func (s *APIServer) Log() string { return s.process().Log() }

@@ -27,13 +27,12 @@ type TLSFiles struct {
 	serverCert, serverKey string
 }
 
-// clientConfig returns the TLS configuration with which the lab's own clients use these
-// files.
 func (f TLSFiles) clientConfig() (*tls.Config, error) {
 	ca, err := os.ReadFile(f.CA)
 	if err != nil {
 		return nil, err
 	}
+
 	cfg := &tls.Config{RootCAs: x509.NewCertPool(), MinVersion: tls.VersionTLS12}
 	cfg.RootCAs.AppendCertsFromPEM(ca)
 	if f.ClientCert == "" {
@@ -61,6 +60,7 @@ func NewAuthority(dir string) (*Authority, error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return nil, err
 	}
+
 	a := &Authority{dir: dir}
 	var err error
 	a.file, _, err = a.Issue("ca", nil)
@@ -70,13 +70,14 @@ func NewAuthority(dir string) (*Authority, error) {
 // CA returns the path of the authority's own certificate.
 func (a *Authority) CA() string { return a.file }
 
-// writeTLSFiles creates a new authority and a certificate for the named server at addrs.
-// If client is true, it also creates a certificate for clients. All files are in dir.
+// writeTLSFiles creates an authority and a certificate for a server at addrs. With client it also
+// creates one for clients.
 func writeTLSFiles(dir, server string, addrs []netip.Addr, client bool) (f TLSFiles, err error) {
 	ca, err := NewAuthority(dir)
 	if err != nil {
 		return f, err
 	}
+
 	f.CA = ca.CA()
 	if f.serverCert, f.serverKey, err = ca.Issue(server, addrs); err != nil {
 		return f, err
@@ -95,6 +96,7 @@ func (a *Authority) Issue(name string, addrs []netip.Addr) (certFile, keyFile st
 	if err != nil {
 		return "", "", fmt.Errorf("make key for %s: %w", name, err)
 	}
+
 	const validity = 24 * time.Hour
 	now := time.Now()
 	cert := &x509.Certificate{
@@ -109,7 +111,8 @@ func (a *Authority) Issue(name string, addrs []netip.Addr) (certFile, keyFile st
 	for _, addr := range addrs {
 		cert.IPAddresses = append(cert.IPAddresses, addr.AsSlice())
 	}
-	if a.cert == nil {
+
+	if a.cert == nil { // this is the authority's own certificate
 		cert.IsCA = true
 		cert.BasicConstraintsValid = true
 		cert.KeyUsage = x509.KeyUsageCertSign
@@ -125,7 +128,9 @@ func (a *Authority) Issue(name string, addrs []netip.Addr) (certFile, keyFile st
 	if err != nil {
 		return "", "", fmt.Errorf("write key for %s: %w", name, err)
 	}
-	certFile, keyFile = filepath.Join(a.dir, name+".crt"), filepath.Join(a.dir, name+".key")
+
+	certFile = filepath.Join(a.dir, name+".crt")
+	keyFile = filepath.Join(a.dir, name+".key")
 	for file, block := range map[string]*pem.Block{
 		certFile: {Type: "CERTIFICATE", Bytes: certDER},
 		keyFile:  {Type: "PRIVATE KEY", Bytes: keyDER},

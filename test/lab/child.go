@@ -15,8 +15,7 @@ import (
 // etcdChild is the value of os.Args[0] with which RunChild runs the store.
 const etcdChild = "flannel-lab-etcd"
 
-// etcdConfig is the configuration that the store's process gets as its only argument, as
-// JSON.
+// etcdConfig is the only argument of the store's process, as JSON.
 type etcdConfig struct {
 	Dir                             string
 	URLs                            []string
@@ -47,12 +46,15 @@ func serveEtcd(args []string) error {
 	if err := json.Unmarshal([]byte(args[0]), &c); err != nil {
 		return fmt.Errorf("parse %s: %w", args[0], err)
 	}
+
 	cfg := embed.NewConfig()
 	cfg.Dir = c.Dir
 	cfg.LogLevel = "error"
 	cfg.LogOutputs = []string{"stderr"}
 	cfg.UnsafeNoFsync = true
-	wal.SegmentSizeBytes = 4 << 20 // small, because etcd allocates a segment in advance, and on tmpfs it takes memory
+
+	// Small, because etcd allocates a segment in advance, and on tmpfs it takes memory.
+	wal.SegmentSizeBytes = 4 << 20
 
 	// A single member waits for no other member, so a short election timeout makes it start
 	// quickly. It also allows leases with a short TTL, because etcd derives the shortest

@@ -19,6 +19,7 @@ func (h *Host) StepClock(d time.Duration) error {
 	if err != nil {
 		return err
 	}
+
 	moved := 0
 	for _, file := range files {
 		n, err := moveTimes(file, -d)
@@ -33,16 +34,18 @@ func (h *Host) StepClock(d time.Duration) error {
 	return nil
 }
 
-// moveTimes adds d to all times in a JSON file, and returns how many there are.
+// moveTimes adds d to all times in a JSON file.
 func moveTimes(file string, d time.Duration) (moved int, err error) {
 	text, err := os.ReadFile(file)
 	if err != nil {
 		return 0, err
 	}
+
 	var content any
 	if err := json.Unmarshal(text, &content); err != nil {
 		return 0, err
 	}
+
 	var move func(v any) any
 	move = func(v any) any {
 		switch v := v.(type) {
@@ -64,6 +67,7 @@ func moveTimes(file string, d time.Duration) (moved int, err error) {
 		}
 		return v
 	}
+
 	if text, err = json.Marshal(move(content)); err != nil {
 		return 0, err
 	}

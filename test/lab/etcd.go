@@ -12,7 +12,6 @@ import (
 	"os"
 	"strings"
 	"sync"
-	"syscall"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -43,17 +42,16 @@ type EtcdOptions struct {
 // Etcd is a store with a single member. It is a separate process in the router's
 // namespace.
 type Etcd struct {
-	n     *Namespace
-	addrs []netip.Addr
-	files TLSFiles // zero without TLS
-	path  string   // of the binary that runs the store
-	env   []string
+	server
+	n       *Namespace
+	addrs   []netip.Addr
+	files   TLSFiles // zero without TLS
+	path    string   // of the binary that runs the store
+	env     []string
+	program string // EtcdOptions.Server
 
-	server string // EtcdOptions.Server
-
-	mu             sync.Mutex
-	proc           *process // nil before the first start
-	user, password string   // see Login
+	login          sync.Mutex // protects user and password
+	user, password string
 }
 
 // Paths in the router's namespace.
@@ -63,17 +61,17 @@ const (
 )
 
 func newEtcd(n *Namespace, addrs []netip.Addr, opt EtcdOptions) (*Etcd, error) {
-	e := &Etcd{n: n, addrs: addrs, path: opt.Program, env: opt.Env, server: opt.Server}
+	e := &Etcd{n: n, addrs: addrs, path: opt.Program, env: opt.Env, program: opt.Server}
 	var err error
 	if e.path == "" {
 		if e.path, err = os.Executable(); err != nil {
 			return nil, fmt.Errorf("find the binary that runs etcd: %w", err)
 		}
 	}
-	if !opt.TLS {
-		return e, nil
+
+	if opt.TLS {
+		e.files, err = writeTLSFiles(n.Path(tlsDir), "etcd", addrs, opt.ClientCerts)
 	}
-	e.files, err = writeTLSFiles(n.Path(tlsDir), "etcd", addrs, opt.ClientCerts)
 	return e, err
 }
 
@@ -82,8 +80,8 @@ func (e *Etcd) TLSFiles() TLSFiles { return e.files }
 
 // Login makes the clients of the store log in. It does not change those of daemons.
 func (e *Etcd) Login(user, password string) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
+	e.login.Lock()
+	defer e.login.Unlock()
 	e.user = user
 	e.password = password
 }
@@ -91,8 +89,8 @@ func (e *Etcd) Login(user, password string) {
 // Start starts the store with its existing data, and waits until it answers. It must not
 // be running.
 func (e *Etcd) Start(ctx context.Context) error {
-	if e.server != "" {
-		return e.startServer(ctx)
+	if e.program != "" {
+		return e.startProgram(ctx)
 	}
 
 	cfg := etcdConfig{Dir: etcdDir, URLs: e.Endpoints(), CertFile: e.files.serverCert, KeyFile: e.files.serverKey}
@@ -109,55 +107,53 @@ func (e *Etcd) Start(ctx context.Context) error {
 		return fmt.Errorf("start etcd: %w", err)
 	}
 	defer serving.Close()
+
 	p, err := startProcess(ctx, e.n, processSpec{
 		name: etcdChild, path: e.path, args: []string{string(arg)}, env: childEnv(e.env), out: out,
 	})
-
 	out.Close()
 	if err != nil {
 		return fmt.Errorf("start etcd: %w", err)
 	}
-	e.mu.Lock()
-	e.proc = p
-	e.mu.Unlock()
+	e.started(p)
 
+	// The store writes a line when it serves. A deadline in the past ends the wait for it.
 	stop := context.AfterFunc(ctx, func() { _ = serving.SetReadDeadline(time.Unix(1, 0)) })
 	defer stop()
 	if _, err := bufio.NewReader(serving).ReadString('\n'); err != nil {
 		if ctx.Err() != nil {
 			return fmt.Errorf("wait for etcd: %w", context.Cause(ctx))
 		}
-		<-p.exited
+		<-p.exited // a process that closes its standard output ends
 		return fmt.Errorf("start etcd: %w", p.ended())
 	}
 	return nil
 }
 
 // Server returns the program that runs the store: EtcdOptions.Server, or that of SetServer.
-func (e *Etcd) Server() string { return e.server }
+func (e *Etcd) Server() string { return e.program }
 
 // SetServer makes the next Start run another program etcd, such as the next release.
-func (e *Etcd) SetServer(path string) { e.server = path }
+func (e *Etcd) SetServer(path string) { e.program = path }
 
-// startServer is Start with the program EtcdOptions.Server.
-func (e *Etcd) startServer(ctx context.Context) error {
+func (e *Etcd) startProgram(ctx context.Context) error {
 	urls := strings.Join(e.Endpoints(), ",")
-	p, err := startProcess(ctx, e.n, processSpec{name: "etcd", path: e.server, env: childEnv(e.env), args: []string{
+	p, err := startProcess(ctx, e.n, processSpec{name: "etcd", path: e.program, env: childEnv(e.env), args: []string{
 		"--data-dir=" + etcdDir, "--listen-client-urls=" + urls, "--advertise-client-urls=" + urls,
 		"--listen-peer-urls=http://127.0.0.1:2380", "--log-level=error",
 	}})
 	if err != nil {
 		return fmt.Errorf("start etcd: %w", err)
 	}
-	e.mu.Lock()
-	e.proc = p
-	e.mu.Unlock()
+	e.started(p)
 
 	c, err := e.Client(ctx)
 	if err != nil {
 		return err
 	}
 	defer c.Close()
+
+	// The client repeats a request until the store answers.
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	go func() {
@@ -167,6 +163,7 @@ func (e *Etcd) startServer(ctx context.Context) error {
 		case <-ctx.Done():
 		}
 	}()
+
 	if _, err := c.Get(ctx, Prefix); err != nil {
 		return fmt.Errorf("wait for etcd: %w: %w", context.Cause(ctx), err)
 	}
@@ -211,10 +208,11 @@ func (e *Etcd) Client(ctx context.Context, change ...func(*clientv3.Config)) (*c
 		}
 	}
 
-	e.mu.Lock()
+	e.login.Lock()
 	cfg.Username = e.user
 	cfg.Password = e.password
-	e.mu.Unlock()
+	e.login.Unlock()
+
 	for _, f := range change {
 		f(&cfg)
 	}
@@ -225,29 +223,6 @@ func (e *Etcd) Client(ctx context.Context, change ...func(*clientv3.Config)) (*c
 	}
 	return c, nil
 }
-
-func (e *Etcd) process() *process {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return e.proc
-}
-
-// PID returns the id of the store's process, as the machine numbers it.
-func (e *Etcd) PID() int { return e.process().PID() }
-
-// Kill ends the store with SIGKILL and waits for its end. Its data stays.
-func (e *Etcd) Kill() {
-	if p := e.process(); p != nil {
-		p.Kill()
-	}
-}
-
-// Stop freezes the store with SIGSTOP: it still accepts connections but does not answer until
-// Cont.
-func (e *Etcd) Stop() error { return e.process().Freeze() }
-
-// Cont resumes a frozen store.
-func (e *Etcd) Cont() error { return e.process().Signal(syscall.SIGCONT) }
 
 // Restart kills the store and starts it again on the same data.
 func (e *Etcd) Restart(ctx context.Context) error {
@@ -267,7 +242,3 @@ func (e *Etcd) Wipe(ctx context.Context) error {
 
 // Dir returns the path of the store's data outside the lab.
 func (e *Etcd) Dir() string { return e.n.Path(etcdDir) }
-
-// Log returns what the process of the store that was started last has written to standard
-// error.
-func (e *Etcd) Log() string { return e.process().Log() }

@@ -3,6 +3,7 @@
 package lab
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -36,9 +37,7 @@ type Daemon struct {
 // makes the health server listen on the host's loopback. Everything else is flanneld's default
 // unless o changes it.
 func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, error) {
-	if o.Path == "" {
-		o.Path = h.lab.cfg.Flanneld
-	}
+	o.Path = cmp.Or(o.Path, h.lab.cfg.Flanneld)
 	if o.Path == "" {
 		return nil, errors.New("start flanneld: no binary given")
 	}
@@ -55,6 +54,7 @@ func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, e
 	if err != nil {
 		return nil, fmt.Errorf("start flanneld: %w", err)
 	}
+
 	d := &Daemon{process: p, host: h, files: h.lab.subnetFiles()}
 	for _, arg := range o.Args {
 		if file, ok := strings.CutPrefix(arg, "--subnet-file="); ok {
@@ -71,12 +71,11 @@ func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, e
 	return d, nil
 }
 
-// storeArgs returns the flags with which the host's flanneld connects to the store, or
-// none without a store.
 func (h *Host) storeArgs() []string {
 	if h.lab.etcd == nil {
 		return nil
 	}
+
 	args := []string{"--etcd-endpoints=" + h.EtcdEndpoint()}
 	files := h.lab.etcd.TLSFiles()
 	if files.CA != "" {
@@ -98,8 +97,8 @@ func (h *Host) EtcdEndpoint() string {
 	return e.url(segmentAddr(h.lab.cfg.Families[0], h.segment, router).Addr())
 }
 
-// childEnv returns the environment of child processes: the few variables of this process
-// that they or the Go runtime need, if they are set, followed by extra.
+// childEnv returns the few variables of this process that child processes or the Go runtime need, and
+// extra.
 func childEnv(extra []string) []string {
 	var env []string
 	for _, key := range []string{"PATH", "GOCOVERDIR", "GORACE", "GOTRACEBACK"} {
@@ -113,30 +112,17 @@ func childEnv(extra []string) []string {
 // Ready waits until the daemon reports that it is ready and the subnet files of the lab's networks
 // exist, unless the arguments of the daemon name others. It fails if the daemon exits before that.
 func (d *Daemon) Ready(ctx context.Context) error {
-	const period = 20 * time.Millisecond
-	tick := time.NewTicker(period)
-	defer tick.Stop()
-
-	for {
-		_, reason, err := d.Get(ctx, "/readyz")
+	return d.await(ctx, 20*time.Millisecond, func() error {
+		if _, reason, err := d.Get(ctx, "/readyz"); err != nil {
+			return fmt.Errorf("%w: %q", err, strings.TrimSpace(reason))
+		}
 		for _, file := range d.files {
-			if err == nil {
-				_, err = os.Stat(d.host.Path(file))
+			if _, err := os.Stat(d.host.Path(file)); err != nil {
+				return err
 			}
 		}
-		if err == nil {
-			return nil
-		}
-
-		select {
-		case <-tick.C:
-		case <-d.exited:
-			return fmt.Errorf("wait for flanneld to be ready: %w", d.ended())
-		case <-ctx.Done():
-			return fmt.Errorf("wait for %s to be ready: %w: %w: %q%s",
-				d.name, context.Cause(ctx), err, strings.TrimSpace(reason), d.log.lastLine())
-		}
-	}
+		return nil
+	})
 }
 
 // askTimeout limits one request to a daemon. An answer takes milliseconds, but on a busy
@@ -152,11 +138,13 @@ func (d *Daemon) Get(ctx context.Context, path string) (status int, body string,
 	if err != nil {
 		return 0, "", err
 	}
+
 	resp, err := (&http.Client{Transport: transport, Timeout: askTimeout}).Do(req)
 	if err != nil {
 		return 0, "", err
 	}
 	defer resp.Body.Close()
+
 	text, err := io.ReadAll(resp.Body)
 	if err == nil && resp.StatusCode != http.StatusOK {
 		err = fmt.Errorf("GET %s: %s", path, resp.Status)

@@ -62,6 +62,7 @@ func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int)
 	if err != nil {
 		return nil, fmt.Errorf("start flow at %s: %w", to.name, err)
 	}
+
 	near, err := p.Dial(ctx, "udp", fl.far.LocalAddr().String())
 	if err != nil {
 		fl.far.Close()
@@ -78,7 +79,9 @@ func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int)
 	}
 
 	sending, stop := context.WithCancel(context.WithoutCancel(ctx))
-	fl.stop, fl.last = stop, time.Now()
+	fl.stop = stop
+	fl.last = time.Now()
+
 	fl.sendNext()
 	fl.members.Go(func() { fl.send(sending, time.Second/time.Duration(rate)) })
 	fl.members.Go(fl.reflect)
@@ -86,18 +89,20 @@ func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int)
 	return fl, nil
 }
 
-// keepAll gives a socket a receive buffer for the packets of some seconds. Otherwise the
-// test itself would lose packets on a busy machine.
+// keepAll gives a socket a receive buffer for the packets of some seconds. Otherwise the test itself
+// would lose packets on a busy machine.
 func keepAll(conn *net.UDPConn) error {
 	const buffer = 16 << 20
 	raw, err := conn.SyscallConn()
 	if err != nil {
 		return err
 	}
+
 	var failed error
-	if err := raw.Control(func(fd uintptr) {
+	err = raw.Control(func(fd uintptr) {
 		failed = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, buffer)
-	}); err != nil {
+	})
+	if err != nil {
 		return err
 	}
 	if failed != nil {
@@ -124,6 +129,7 @@ func (f *Flow) sendNext() {
 	seq := uint64(len(f.packets))
 	f.packets = append(f.packets, packet{sent: time.Now()})
 	f.mu.Unlock()
+
 	// A packet that cannot be sent counts as lost, because it does not come back.
 	if _, err := f.near.Write(binary.BigEndian.AppendUint64(nil, seq)); err != nil {
 		f.fail(err)
@@ -165,6 +171,7 @@ func (f *Flow) receive() {
 		if err != nil || n != 8 {
 			continue
 		}
+
 		f.mu.Lock()
 		if seq := binary.BigEndian.Uint64(buf); seq < uint64(len(f.packets)) {
 			f.packets[seq].answered = true
@@ -180,6 +187,7 @@ func (f *Flow) receive() {
 func (f *Flow) Stats() FlowStats {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+
 	now := time.Now()
 	if !f.stopped.IsZero() { // after Stop, time does not count for the gap
 		now = f.stopped
@@ -191,10 +199,12 @@ func (f *Flow) Stats() FlowStats {
 			s.Answered++
 			continue
 		}
-		if s.Lost = append(s.Lost, seq); len(s.Lost) == 1 {
+
+		if len(s.Lost) == 0 {
 			s.Begin = p.sent
 		}
 		s.End = p.sent
+		s.Lost = append(s.Lost, seq)
 	}
 	return s
 }
@@ -205,12 +215,12 @@ func (f *Flow) Stats() FlowStats {
 func (f *Flow) Stop() FlowStats {
 	const grace, period = 3 * time.Second, 5 * time.Millisecond
 	f.stop()
+
 	f.mu.Lock()
 	again := !f.stopped.IsZero()
 	if !again {
 		f.stopped = time.Now()
 	}
-
 	f.mu.Unlock()
 	if again {
 		return f.Stats()

@@ -31,13 +31,14 @@ type Host struct {
 	pods    []*Pod
 }
 
-// newHost creates a host. It returns the host together with an error, so that Close can
-// remove what exists. The host is nil only if its namespace could not be created.
+// newHost also returns the host with an error, so that Close can remove what exists, unless its
+// namespace could not be created.
 func (l *Lab) newHost(ctx context.Context, number int) (*Host, error) {
 	n, err := newNamespace(fmt.Sprintf("host%d", number), enterHostNamespaces)
 	if err != nil {
 		return nil, err
 	}
+
 	h := &Host{Namespace: n, lab: l, number: number, segment: (number - 1) % l.cfg.Segments}
 	if err := h.boot(ctx); err != nil {
 		return h, err
@@ -51,7 +52,6 @@ func (h *Host) Reinstall(ctx context.Context) error {
 	for _, d := range h.running() {
 		d.Kill()
 	}
-
 	for _, p := range h.pods {
 		p.close()
 	}
@@ -77,6 +77,7 @@ func (h *Host) Reinstall(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+
 	h.Namespace = n
 	if err := h.boot(ctx); err != nil {
 		return err
@@ -84,18 +85,18 @@ func (h *Host) Reinstall(ctx context.Context) error {
 	return h.lab.attach(ctx, h)
 }
 
-// podPort matches the names of the ports of pods.
 var podPort = regexp.MustCompile(`^pod\d+$`)
 
 // RemovePods removes all pods of the host and their bridges.
 func (h *Host) RemovePods(ctx context.Context) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+
 	for _, p := range h.pods {
 		p.close()
 	}
-
 	h.pods = nil
+
 	return h.Netlink(ctx, func(nl *netlink.Handle) error {
 		links, err := nl.LinkList()
 		for errors.Is(err, netlink.ErrDumpInterrupted) {
@@ -148,7 +149,6 @@ func (h *Host) Daemons() []*Daemon {
 	return slices.Clone(h.daemons)
 }
 
-// running returns the daemons of the host that have not exited.
 func (h *Host) running() []*Daemon {
 	return slices.DeleteFunc(h.Daemons(), func(d *Daemon) bool { return d.Ended() != nil })
 }
@@ -191,6 +191,7 @@ func (h *Host) Routes(ctx context.Context) (routes []Route, err error) {
 		if err != nil {
 			return fmt.Errorf("list links of %s: %w", h.Name(), err)
 		}
+
 		dev := map[int]string{}
 		for _, l := range links {
 			dev[l.Attrs().Index] = l.Attrs().Name

@@ -91,6 +91,7 @@ func (c *Config) validate() error {
 			return fmt.Errorf("%s: %d is not in %d to %d", r.what, r.have, r.lo, r.hi)
 		}
 	}
+
 	if c.Loss < 0 || c.Loss > 100 {
 		return fmt.Errorf("loss: %g is not a percentage", c.Loss)
 	}
@@ -157,6 +158,7 @@ func (l *Lab) build(ctx context.Context) (err error) {
 		return fmt.Errorf("build underlay: %w", err)
 	}
 	l.cfg.Progress(fmt.Sprintf("%s on %s", count(l.cfg.Hosts, "host"), count(l.cfg.Segments, "L2 segment")))
+
 	if l.cfg.Etcd.Disabled {
 		return nil
 	}
@@ -187,8 +189,8 @@ func (l *Lab) Close() {
 	for _, h := range l.hosts {
 		daemons = append(daemons, h.running()...)
 	}
-
 	stopAll(daemons)
+
 	l.mu.Lock()
 	api := l.api
 	l.mu.Unlock()

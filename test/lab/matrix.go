@@ -31,6 +31,7 @@ type Cell struct {
 // of a family reaches no other pod in that family.
 func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.Duration) []Cell {
 	const shortest, longest = 2 * time.Millisecond, 100 * time.Millisecond
+
 	var cells, first, second []*Cell
 	pods := l.Pods()
 	for _, f := range families {
@@ -39,6 +40,7 @@ func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.
 				if from == to || from.network != to.network {
 					continue
 				}
+
 				c := &Cell{From: from, To: to, Family: f}
 				cells = append(cells, c)
 				if i < j {
@@ -55,6 +57,7 @@ func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.
 	// each pair reaches the other, and then the other way round.
 	reachAll(ctx, first)
 	reachAll(ctx, second)
+
 	out := make([]Cell, len(cells))
 	for i, c := range cells {
 		if c.Err == nil { // measure one cell at a time, because the measurements share the processors
@@ -65,8 +68,8 @@ func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.
 	return out
 }
 
-// reachAll tests the cells, up to 256 at the same time, so that many timeouts take little longer
-// than one. It sets Err of each cell.
+// reachAll sets Err of each cell. It tests 256 at the same time, so that many timeouts take little
+// longer than one.
 func reachAll(ctx context.Context, cells []*Cell) {
 	var wg sync.WaitGroup
 	slots := make(chan struct{}, 256)
@@ -97,8 +100,10 @@ func (c *Cell) reach(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+
 	ctx, cancel := context.WithTimeoutCause(ctx, 2*time.Second, errors.New("TCP timeout"))
 	defer cancel()
+
 	seen, err := c.From.Connect(ctx, c.To, c.Family)
 	if err != nil {
 		return err

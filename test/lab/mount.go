@@ -10,8 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// enterNetNS moves the calling thread into a new network namespace, and opens it as
-// n.net.
+// enterNetNS moves the calling thread into a new network namespace.
 func enterNetNS(n *Namespace) (err error) {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		return fmt.Errorf("unshare network: %w", err)
@@ -20,9 +19,8 @@ func enterNetNS(n *Namespace) (err error) {
 	return err
 }
 
-// enterHostNamespaces moves the calling thread into new network and mount namespaces,
-// and opens them as n.net and n.mnt. There /run and /var/lib are empty tmpfs mounts,
-// which disappear with the mount namespace.
+// enterHostNamespaces moves the calling thread into new network and mount namespaces. There /run and
+// /var/lib are empty tmpfs mounts, which disappear with the mount namespace.
 func enterHostNamespaces(n *Namespace) error {
 	if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS); err != nil {
 		return fmt.Errorf("unshare mounts: %w", err)
@@ -39,21 +37,22 @@ func enterHostNamespaces(n *Namespace) error {
 	if err := shareMachineID(); err != nil {
 		return err
 	}
-	mnt, err := os.Open("/proc/thread-self/ns/mnt")
-	if err != nil {
+
+	var err error
+	if n.mnt, err = os.Open("/proc/thread-self/ns/mnt"); err != nil {
 		return err
 	}
-	n.mnt = mnt
 	return enterNetNS(n)
 }
 
-// shareMachineID gives every host the same machine-id, as hosts have that are cloned
-// from one image. So a test fails if flanneld derives an identity from it.
+// shareMachineID gives every host the same machine-id, as hosts have that are cloned from one image.
+// So a test fails if flanneld derives an identity from it.
 func shareMachineID() error {
 	const id, target, file = "1ab1ab1ab1ab1ab1ab1ab1ab1ab1ab1a\n", "/etc/machine-id", "/run/machine-id"
 	if err := os.WriteFile(file, []byte(id), 0o444); err != nil {
 		return err
 	}
+
 	err := unix.Mount(file, target, "", unix.MS_BIND, "")
 	if err != nil && !errors.Is(err, unix.ENOENT) { // if the machine has no machine-id, the hosts have none either
 		return fmt.Errorf("mount %s: %w", target, err)

@@ -29,17 +29,16 @@ type Namespace struct {
 	files sync.RWMutex // locked for reading while a thread joins the namespace, because close closes net and mnt
 }
 
-// enterFunc moves the calling thread into new namespaces, prepares these, and opens them in
-// the Namespace.
-type enterFunc func(*Namespace) error
-
-func newNamespace(name string, enter enterFunc) (*Namespace, error) {
+// newNamespace makes a namespace with enter, which moves the calling thread into new namespaces,
+// prepares these, and opens them in the Namespace.
+func newNamespace(name string, enter func(*Namespace) error) (*Namespace, error) {
 	n := &Namespace{name: name, calls: make(chan func()), stop: make(chan struct{})}
 	entered := make(chan error, 1)
 	ended := make(chan struct{})
 	n.close = sync.OnceFunc(func() {
 		close(n.stop)
 		<-ended
+
 		n.files.Lock()
 		defer n.files.Unlock()
 		for _, f := range []*os.File{n.net, n.mnt} {
@@ -67,6 +66,7 @@ func newNamespace(name string, enter enterFunc) (*Namespace, error) {
 			}
 		}
 	})
+
 	if err := <-entered; err != nil {
 		n.close()
 		return nil, fmt.Errorf("make namespace %s: %w", name, err)
@@ -74,10 +74,9 @@ func newNamespace(name string, enter enterFunc) (*Namespace, error) {
 	return n, nil
 }
 
-// onOwnThread runs f on a thread that ends after f. It must be the last call of a
-// goroutine, because a locked thread ends with its goroutine. f never runs on the main
-// thread: that thread cannot end, and /proc/PID shows its namespaces as those of the
-// process. If the caller is on the main thread, onOwnThread returns before f ends.
+// onOwnThread runs f on a thread that ends after f. It must be the last call of a goroutine, because a
+// locked thread ends with its goroutine. If the caller is on the main thread, onOwnThread returns
+// before f ends.
 func onOwnThread(f func()) {
 	runtime.LockOSThread()
 	if unix.Gettid() != unix.Getpid() {
@@ -85,6 +84,7 @@ func onOwnThread(f func()) {
 		return
 	}
 
+	// The main thread cannot end, and /proc/PID shows its namespaces as those of the process.
 	defer runtime.UnlockOSThread()
 	elsewhere := make(chan struct{})
 	go func() {
@@ -121,6 +121,7 @@ func (n *Namespace) Do(ctx context.Context, f func() error) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
+
 	result := make(chan error, 1)
 	go onOwnThread(func() {
 		if err := n.join(); err != nil {
@@ -135,11 +136,13 @@ func (n *Namespace) Do(ctx context.Context, f func() error) error {
 func (n *Namespace) join() error {
 	n.files.RLock()
 	defer n.files.RUnlock()
+
 	select {
 	case <-n.stop:
 		return os.ErrClosed
 	default:
 	}
+
 	if n.mnt != nil {
 		if err := unix.Unshare(unix.CLONE_FS); err != nil {
 			return err
@@ -188,10 +191,11 @@ func (n *Namespace) Listen(ctx context.Context, network, address string) (l net.
 func (n *Namespace) Exec(ctx context.Context, name string, args ...string) ([]byte, error) {
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) } // kills the command and its children
+
 	out := &log{}
 	cmd.Stdout = out
 	cmd.Stderr = out
-	if err := n.start(cmd); err != nil {
+	if err := n.Start(cmd); err != nil {
 		return nil, err
 	}
 	if err := cmd.Wait(); err != nil {

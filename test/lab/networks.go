@@ -28,7 +28,8 @@ func Networks(names []string, families []prefix.Family, backends []string, extra
 	var all []Network
 	for i, name := range names {
 		b := map[string]any{}
-		switch t := backends[i%len(backends)]; t {
+		backend := backends[i%len(backends)]
+		switch backend {
 		case "vxlan":
 			b["VNI"] = 1 + i
 		case "udp":
@@ -39,7 +40,7 @@ func Networks(names []string, families []prefix.Family, backends []string, extra
 		}
 
 		maps.Copy(b, extra)
-		b["Type"] = backends[i%len(backends)]
+		b["Type"] = backend
 		text, err := json.Marshal(b)
 		if err != nil {
 			return nil, fmt.Errorf("write backend of network %s: %w", name, err)
@@ -67,9 +68,7 @@ func (l *Lab) SetNetworks(names ...string) {
 
 func networkBridge(network string) string { return "br-" + network }
 
-// networkNames returns the names of the lab's networks. It returns none if the lab has only one
-// network, without a name.
-func (l *Lab) networkNames() []string {
+func (l *Lab) networkNames() []string { // none for the only network, which has no name
 	var names []string
 	for _, n := range l.cfg.Networks {
 		names = append(names, n.Name)
@@ -77,8 +76,8 @@ func (l *Lab) networkNames() []string {
 	return names
 }
 
-// leaseRoots returns the etcd prefix of each network of the lab, by its name. A single network
-// without a name has the name "".
+// leaseRoots returns the etcd prefix of each network, by its name, which is empty for the only
+// network.
 func (l *Lab) leaseRoots() map[string]string {
 	roots := map[string]string{}
 	for _, name := range l.networkNames() {
@@ -106,7 +105,6 @@ func (l *Lab) IsBridge(device string) bool {
 	return device == PodBridge || slices.ContainsFunc(l.networkNames(), func(n string) bool { return device == networkBridge(n) })
 }
 
-// subnetFiles returns the paths of the subnet files that each daemon of the lab writes.
 func (l *Lab) subnetFiles() []string {
 	var files []string
 	for _, name := range l.networkNames() {
@@ -118,7 +116,6 @@ func (l *Lab) subnetFiles() []string {
 	return files
 }
 
-// putNetworks puts the network configurations of Config into the store.
 func (l *Lab) putNetworks(ctx context.Context) error {
 	if l.cfg.Network != nil {
 		if err := l.PutNetwork(ctx, l.cfg.Network); err != nil {

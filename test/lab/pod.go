@@ -36,6 +36,12 @@ type Pod struct {
 	mtu     int
 }
 
+// assignment is an address of a pod or a host, with its default route.
+type assignment struct {
+	own     netip.Prefix
+	gateway netip.Addr
+}
+
 // Host returns the host that the pod is on.
 func (p *Pod) Host() *Host { return p.host }
 
@@ -92,6 +98,7 @@ func (h *Host) addPod(ctx context.Context, name, network, file, bridge string) (
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", h.Name(), err)
 	}
+
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	number := len(h.pods) + 1
@@ -103,6 +110,7 @@ func (h *Host) addPod(ctx context.Context, name, network, file, bridge string) (
 	if err != nil {
 		return nil, err
 	}
+
 	env.bridge = bridge
 	p := &Pod{Namespace: n, host: h, network: network, mtu: env.mtu}
 	if err := p.connect(ctx, env, number); err != nil {
@@ -124,6 +132,7 @@ func (h *Host) AddEmptyPod(ctx context.Context, name string) (*Pod, error) {
 		n.close()
 		return nil, err
 	}
+
 	p := &Pod{Namespace: n, host: h}
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -139,9 +148,9 @@ func (p *Pod) Adopt(ctx context.Context) error {
 		if err != nil {
 			return fmt.Errorf("find eth0 of %s: %w", p.Name(), err)
 		}
+
 		p.mtu = eth0.Attrs().MTU
 		p.addrs = nil
-
 		for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
 			addrs, err := h.AddrList(eth0, family)
 			if err != nil {
@@ -158,8 +167,7 @@ func (p *Pod) Adopt(ctx context.Context) error {
 }
 
 func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
-	var addrs []netip.Prefix
-	gateways := map[netip.Prefix]netip.Addr{}
+	var assigned []assignment
 	for _, bridge := range env.bridges {
 		addr := bridge.Addr()
 		for range number {
@@ -168,8 +176,7 @@ func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
 		if !bridge.Contains(addr) {
 			return fmt.Errorf("no address left in %s for pod %d", bridge.Masked(), number)
 		}
-		own := netip.PrefixFrom(addr, bridge.Bits())
-		addrs, gateways[own] = append(addrs, own), bridge.Addr()
+		assigned = append(assigned, assignment{own: netip.PrefixFrom(addr, bridge.Bits()), gateway: bridge.Addr()})
 		p.addrs = append(p.addrs, addr)
 	}
 
@@ -178,7 +185,6 @@ func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
 		PeerName:      "eth0",
 		PeerNamespace: netlink.NsFd(p.net.Fd()),
 	}
-
 	err := p.host.Netlink(ctx, func(h *netlink.Handle) error {
 		if err := ensureBridge(h, env); err != nil {
 			return err
@@ -188,11 +194,13 @@ func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
 	if err != nil {
 		return err
 	}
+
 	err = p.Netlink(ctx, func(h *netlink.Handle) error {
 		if err := loUp(h); err != nil {
 			return err
 		}
-		return configure(h, addrs, func(own netip.Prefix) netip.Addr { return gateways[own] })
+		_, err := configure(h, assigned)
+		return err
 	})
 	if err != nil {
 		return err
@@ -200,19 +208,18 @@ func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
 	return plugged(ctx, p.host.Namespace, port.Name, env.bridge, p.Namespace)
 }
 
-// randomMAC returns a random MAC address that belongs to no manufacturer.
+// randomMAC belongs to no manufacturer.
 func randomMAC() net.HardwareAddr {
 	b := binary.BigEndian.AppendUint64(nil, rand.Uint64())[:6]
 	b[0] = 0x02 // locally administered, and unicast
 	return b
 }
 
-// ensureBridge creates the bridge of the pods if it does not exist, sets its MTU, and adds the
-// addresses of env.
 func ensureBridge(h *netlink.Handle, env subnetEnv) error {
 	br, err := h.LinkByName(env.bridge)
 	if err != nil {
 		br = &netlink.Bridge{LinkAttrs: attrs(env.bridge, env.mtu)}
+
 		// Without an address of its own, the bridge has the lowest MAC address of its ports.
 		// This address can change when a pod is added, and pods send to the former address for
 		// up to a minute.

@@ -20,7 +20,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
-// process is a child process inside a namespace.
 type process struct {
 	name   string
 	cmd    *exec.Cmd
@@ -36,14 +35,13 @@ type processSpec struct {
 	out  io.Writer // standard output; nil means the log
 }
 
-// startProcess starts a child process. The process dies when n is closed or this process
-// ends.
 func startProcess(ctx context.Context, n *Namespace, s processSpec) (*process, error) {
 	path, release, err := n.program(ctx, s.path)
 	if err != nil {
 		return nil, err
 	}
 	defer release()
+
 	p := &process{name: n.name + " " + s.name, log: &log{}, exited: make(chan struct{})}
 	p.cmd = &exec.Cmd{
 		Path:   path,
@@ -56,9 +54,10 @@ func startProcess(ctx context.Context, n *Namespace, s processSpec) (*process, e
 	if s.out == nil {
 		p.cmd.Stdout = p.log
 	}
-	if err := n.start(p.cmd); err != nil {
+	if err := n.Start(p.cmd); err != nil {
 		return nil, fmt.Errorf("%s: %w", n.name, err)
 	}
+
 	go func() {
 		defer close(p.exited)
 		_ = p.cmd.Wait() // Wait sets ProcessState, which has the result
@@ -66,20 +65,19 @@ func startProcess(ctx context.Context, n *Namespace, s processSpec) (*process, e
 	return p, nil
 }
 
-// Start starts a command inside the namespace. The command dies when the namespace is
-// closed or this process ends. The caller must call cmd.Wait.
-func (n *Namespace) Start(cmd *exec.Cmd) error { return n.start(cmd) }
-
 // pipeDelay limits how long the remaining output of a process is read after its exit.
 // Reading takes a moment, but on a busy machine it takes longer.
 const pipeDelay = 10 * time.Second
 
-// start starts cmd from the namespace's thread, so that it inherits the namespaces and
-// its death signal is tied to that thread. cmd gets a process group of its own, so that
-// Ctrl-C in a terminal reaches only the lab's own process.
-func (n *Namespace) start(cmd *exec.Cmd) error {
+// Start starts a command inside the namespace. The command dies when the namespace is
+// closed or this process ends. The caller must call cmd.Wait.
+func (n *Namespace) Start(cmd *exec.Cmd) error {
+	// With a process group of its own, Ctrl-C in a terminal reaches only the lab's own process.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
 	cmd.WaitDelay = pipeDelay
+
+	// On the namespace's thread, from which cmd inherits the namespaces, and whose end sends the
+	// death signal.
 	result := make(chan error, 1)
 	select {
 	case n.calls <- func() { result <- cmd.Start() }:
@@ -89,20 +87,21 @@ func (n *Namespace) start(cmd *exec.Cmd) error {
 	}
 }
 
-// program returns a path through which a process in n can run the binary at path, even if
-// /run or /var/lib of the namespace hides it. The caller must call release as soon as the
-// process runs.
+// program returns a path through which a process in n can run the binary at path, even if /run or
+// /var/lib of the namespace hides it. The caller calls release as soon as the process runs.
 func (n *Namespace) program(ctx context.Context, path string) (runnable string, release func(), err error) {
 	f, err := os.Open(path)
 	if err != nil {
 		return "", nil, err
 	}
 	release = func() { f.Close() }
+
 	want, err := f.Stat()
 	if err != nil {
 		release()
 		return "", nil, err
 	}
+
 	runnable = fmt.Sprintf("/proc/self/fd/%d", f.Fd())
 	err = n.Do(ctx, func() error {
 		if have, err := os.Stat(path); err == nil && os.SameFile(have, want) {
@@ -123,13 +122,14 @@ func (p *process) PID() int { return p.cmd.Process.Pid }
 // Signal sends sig. It returns os.ErrProcessDone if the process has ended.
 func (p *process) Signal(sig os.Signal) error { return p.cmd.Process.Signal(sig) }
 
-// Freeze stops the process with SIGSTOP and waits until it is stopped. One thread of the
-// process handles SIGSTOP. On a busy machine the other threads continue until that thread
-// runs.
+// Freeze stops the process with SIGSTOP and waits until it is stopped.
 func (p *process) Freeze() error {
 	if err := p.Signal(unix.SIGSTOP); err != nil {
 		return err
 	}
+
+	// One thread of the process handles SIGSTOP. On a busy machine the other threads continue
+	// until that thread runs.
 	for {
 		err := unix.Waitid(unix.P_PID, p.PID(), nil, unix.WSTOPPED|unix.WNOWAIT, nil)
 		if !errors.Is(err, unix.EINTR) {
@@ -174,14 +174,8 @@ func (p *process) WaitLog(ctx context.Context, text string) error {
 
 		select {
 		case <-more:
-			continue
-		default:
-		}
-
-		select {
-		case <-more:
 		case <-p.exited:
-			if strings.Contains(p.Log(), text) {
+			if strings.Contains(p.Log(), text) { // written after read
 				return nil
 			}
 			return fmt.Errorf("%s ended without logging %q: %w", p.name, text, p.ended())
@@ -206,10 +200,73 @@ func (p *process) ended() error {
 	return fmt.Errorf("%s: %v%s", p.name, p.cmd.ProcessState, p.log.lastLine())
 }
 
-// stopAll sends SIGTERM to the daemons, and kills those that have not ended after two
-// seconds.
+// await asks the process until ask succeeds.
+func (p *process) await(ctx context.Context, period time.Duration, ask func() error) error {
+	tick := time.NewTicker(period)
+	defer tick.Stop()
+
+	for {
+		err := ask()
+		if err == nil {
+			return nil
+		}
+
+		select {
+		case <-tick.C:
+		case <-p.exited:
+			return fmt.Errorf("wait for an answer: %w", p.ended())
+		case <-ctx.Done():
+			return fmt.Errorf("wait for an answer of %s: %w: %w%s", p.name, context.Cause(ctx), err, p.log.lastLine())
+		}
+	}
+}
+
+// server is a program in the router's namespace that can be started again.
+type server struct {
+	mu   sync.Mutex
+	proc *process // nil before the first start
+}
+
+func (s *server) started(p *process) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.proc = p
+}
+
+func (s *server) process() *process {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.proc
+}
+
+func (s *server) running() bool {
+	p := s.process()
+	return p != nil && p.Ended() == nil
+}
+
+// PID returns the process id, as the machine numbers it.
+func (s *server) PID() int { return s.process().PID() }
+
+// Kill ends the server with SIGKILL and waits for its end. Its data stays.
+func (s *server) Kill() {
+	if p := s.process(); p != nil {
+		p.Kill()
+	}
+}
+
+// Stop freezes the server with SIGSTOP: it still accepts connections but does not answer until
+// Cont.
+func (s *server) Stop() error { return s.process().Freeze() }
+
+// Cont resumes a frozen server.
+func (s *server) Cont() error { return s.process().Signal(syscall.SIGCONT) }
+
+// Log returns the output of the process that was started last.
+func (s *server) Log() string { return s.process().Log() }
+
 func stopAll(daemons []*Daemon) {
 	const patience = 2 * time.Second
+
 	for _, d := range daemons {
 		_ = d.Signal(unix.SIGTERM) // a daemon may already have exited
 	}
@@ -226,7 +283,7 @@ func stopAll(daemons []*Daemon) {
 	}
 }
 
-// log collects the output of a process and wakes goroutines that wait for more.
+// log is the output of a process.
 type log struct {
 	mu   sync.Mutex
 	buf  bytes.Buffer
@@ -252,8 +309,8 @@ func (l *log) bytes() []byte {
 	return bytes.Clone(l.buf.Bytes())
 }
 
-// lastLine returns the last line of output with ": " before it, so that it can be
-// appended to an error. It returns "" if there is no output.
+// lastLine returns the last line of output with ": " before it, so that it can be appended to an
+// error, or "" without output.
 func (l *log) lastLine() string {
 	text := strings.TrimSpace(string(l.bytes()))
 	if text == "" {

@@ -20,7 +20,6 @@ import (
 // PodNetwork returns the pod range of family f that NetworkConfig configures.
 func PodNetwork(f prefix.Family) netip.Prefix { return podNetwork(0, f) }
 
-// podNetwork returns the pod range of the lab's network i, counted from 0.
 func podNetwork(i int, f prefix.Family) netip.Prefix {
 	const first = 5
 	if f == prefix.IPv4 {
@@ -38,12 +37,14 @@ func NetworkConfig(families []prefix.Family, backend json.RawMessage) (json.RawM
 func networkConfig(i int, families []prefix.Family, backend json.RawMessage) (json.RawMessage, error) {
 	cfg := map[string]any{"EnableIPv4": false}
 	for _, f := range families {
-		if f == prefix.IPv4 {
-			cfg["EnableIPv4"], cfg["Network"] = true, podNetwork(i, f)
-		} else {
-			cfg["EnableIPv6"], cfg["IPv6Network"] = true, podNetwork(i, f)
+		enable, network := "EnableIPv4", "Network"
+		if f == prefix.IPv6 {
+			enable, network = "EnableIPv6", "IPv6Network"
 		}
+		cfg[enable] = true
+		cfg[network] = podNetwork(i, f)
 	}
+
 	if backend != nil {
 		cfg["Backend"] = backend
 	}
@@ -67,6 +68,7 @@ func (l *Lab) put(ctx context.Context, key string, config json.RawMessage) error
 		return err
 	}
 	defer c.Close()
+
 	if _, err := c.Put(ctx, key, string(config)); err != nil {
 		return fmt.Errorf("put network configuration: %w", err)
 	}
@@ -88,6 +90,7 @@ func (l *Lab) Leases(ctx context.Context) ([]Lease, error) {
 		return nil, err
 	}
 	defer c.Close()
+
 	var leases []Lease
 	roots := l.leaseRoots()
 	for _, network := range slices.Sorted(maps.Keys(roots)) {
@@ -105,6 +108,7 @@ func leasesBelow(ctx context.Context, c *clientv3.Client, network, dir string) (
 	if err != nil {
 		return nil, fmt.Errorf("list leases: %w", err)
 	}
+
 	var leases []Lease
 	for _, kv := range resp.Kvs {
 		lease := Lease{Network: network, Key: strings.TrimPrefix(string(kv.Key), dir), Value: string(kv.Value)}

@@ -16,8 +16,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
-// connection contains both ends of a TCP connection between two pods: near at the pod that opened
-// it.
+// connection has the end near at the pod that opened it.
 type connection struct{ near, far net.Conn }
 
 func (c connection) Close() {
@@ -25,8 +24,6 @@ func (c connection) Close() {
 	c.far.Close()
 }
 
-// connectTo opens a TCP connection from p to the address of the other pod in family f. It returns
-// an error if ctx ends first. The caller closes the connection.
 func (p *Pod) connectTo(ctx context.Context, to *Pod, f prefix.Family) (c connection, err error) {
 	l, err := to.Listen(ctx, "tcp", netip.AddrPortFrom(to.Addr(f), 0).String())
 	if err != nil {
@@ -41,11 +38,11 @@ func (p *Pod) connectTo(ctx context.Context, to *Pod, f prefix.Family) (c connec
 		c.far, err = l.Accept()
 		return err
 	})
-
 	g.Go(func() (err error) {
 		c.near, err = p.Dial(gctx, "tcp", l.Addr().String())
 		return err
 	})
+
 	if err := g.Wait(); err != nil {
 		for _, end := range []net.Conn{c.near, c.far} {
 			if end != nil {
@@ -57,8 +54,7 @@ func (p *Pod) connectTo(ctx context.Context, to *Pod, f prefix.Family) (c connec
 	return c, nil
 }
 
-// cause returns err or, if ctx has ended, the reason for that, because err is then only a
-// consequence.
+// cause returns why ctx has ended, of which err is then only a consequence, and otherwise err.
 func cause(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -90,6 +86,7 @@ func (p *Pod) Connect(ctx context.Context, to *Pod, f prefix.Family) (seen netip
 			return seen, cause(ctx, err)
 		}
 	}
+
 	remote, err := netip.ParseAddrPort(c.far.RemoteAddr().String())
 	return remote.Addr().Unmap(), err
 }
@@ -107,18 +104,20 @@ func (p *Pod) Throughput(ctx context.Context, to *Pod, f prefix.Family, d time.D
 
 func (p *Pod) throughput(ctx context.Context, to *Pod, f prefix.Family, d time.Duration) (float64, error) {
 	const patience = 5 * time.Second // time to wait for the first data
+
 	c, err := p.connectTo(ctx, to, f)
 	if err != nil {
 		return 0, err
 	}
 	defer c.Close()
 	defer context.AfterFunc(ctx, c.Close)()
+
 	start := time.Now()
 	received := int64(0)
-	end := start.Add(d)
 	if err := c.far.SetReadDeadline(start.Add(max(d, patience))); err != nil {
 		return 0, err
 	}
+
 	var g errgroup.Group
 	g.Go(func() error {
 		chunk := make([]byte, 1<<17)
@@ -132,16 +131,19 @@ func (p *Pod) throughput(ctx context.Context, to *Pod, f prefix.Family, d time.D
 	g.Go(func() error {
 		buf := make([]byte, 1<<17)
 		n, err := c.far.Read(buf)
-		if received = int64(n); err == nil {
-			err = c.far.SetReadDeadline(end)
+		received = int64(n)
+		if err == nil {
+			err = c.far.SetReadDeadline(start.Add(d))
 		}
 		if err == nil {
-			var n int64
-			n, err = io.Copy(struct{ io.Writer }{io.Discard}, struct{ io.Reader }{c.far})
-			received += n
+			// The structs hide the ReadFrom of io.Discard, which has a smaller buffer.
+			more, failed := io.Copy(struct{ io.Writer }{io.Discard}, struct{ io.Reader }{c.far})
+			received += more
+			err = failed
 		}
 		return errors.Join(ignoreTimeout(err), c.near.SetWriteDeadline(time.Now()))
 	})
+
 	if err := g.Wait(); err != nil {
 		return 0, cause(ctx, err)
 	}
@@ -151,7 +153,7 @@ func (p *Pod) throughput(ctx context.Context, to *Pod, f prefix.Family, d time.D
 	return float64(received) * 8 / time.Since(start).Seconds(), nil
 }
 
-// ignoreTimeout returns nil if err is a timeout, which ends a measurement, and otherwise err.
+// ignoreTimeout is for the end of a measurement.
 func ignoreTimeout(err error) error {
 	if ne := net.Error(nil); errors.As(err, &ne) && ne.Timeout() {
 		return nil

@@ -21,8 +21,7 @@ import (
 
 const router = 254 // the router's number on every segment, in place of a host number
 
-// segmentAddr returns the underlay address of a host, or of router, on a segment. Segments count
-// from 0 and hosts from 1.
+// segmentAddr counts segments from 0 and hosts from 1. The host may be router.
 func segmentAddr(f prefix.Family, segment, host int) netip.Prefix {
 	if f == prefix.IPv4 {
 		return netip.PrefixFrom(netip.AddrFrom4([4]byte{192, 168, byte(77 + segment), byte(host)}), 24)
@@ -34,8 +33,8 @@ func segmentAddr(f prefix.Family, segment, host int) netip.Prefix {
 // address only if the lab uses that family.
 func (l *Lab) RouterAddr(f prefix.Family) netip.Addr { return segmentAddr(f, 0, router).Addr() }
 
-// endpointAddrs returns the addresses of the router on all segments, at which the store and the API
-// server listen. Every host can reach all of them.
+// endpointAddrs returns the addresses at which the store and the API server listen. Every host can
+// reach all of them.
 func (l *Lab) endpointAddrs() []netip.Addr {
 	var addrs []netip.Addr
 	for s := range l.cfg.Segments {
@@ -46,8 +45,8 @@ func (l *Lab) endpointAddrs() []netip.Addr {
 	return addrs
 }
 
-// buildSegments creates a bridge for each segment. The bridges have addresses, so that
-// the namespace routes between the segments.
+// buildSegments creates a bridge for each segment, with addresses, so that the namespace routes
+// between the segments.
 func (l *Lab) buildSegments(ctx context.Context) error {
 	if err := l.underlay.boot(ctx); err != nil {
 		return err
@@ -55,6 +54,7 @@ func (l *Lab) buildSegments(ctx context.Context) error {
 	return l.underlay.Netlink(ctx, func(h *netlink.Handle) error {
 		for s := range l.cfg.Segments {
 			br := &netlink.Bridge{LinkAttrs: attrs(bridgeName(s), l.cfg.MTU)}
+
 			// Without an address of its own, the bridge has the lowest MAC address of its ports.
 			// This address can change when a host is added, and hosts that know the former address
 			// do not reach the router.
@@ -78,16 +78,13 @@ func (l *Lab) buildSegments(ctx context.Context) error {
 
 func bridgeName(segment int) string { return fmt.Sprintf("l2-%d", segment+1) }
 
-// attach creates eth0 of the host, and waits until it carries packets. The other end of the veth
-// pair is a port of the segment's bridge.
 func (l *Lab) attach(ctx context.Context, host *Host) error {
-	port := &netlink.Veth{
+	port := &netlink.Veth{ // the end on the segment's bridge
 		LinkAttrs:        attrs(host.Name(), l.cfg.MTU),
 		PeerName:         "eth0",
 		PeerHardwareAddr: host.mac, // none, which makes the kernel choose one, until the host is reinstalled
 		PeerNamespace:    netlink.NsFd(host.net.Fd()),
 	}
-
 	err := l.underlay.Netlink(ctx, func(h *netlink.Handle) error {
 		if err := plug(h, port, bridgeName(host.segment)); err != nil {
 			return err
@@ -97,28 +94,24 @@ func (l *Lab) attach(ctx context.Context, host *Host) error {
 	if err != nil {
 		return err
 	}
-	err = host.Netlink(ctx, func(h *netlink.Handle) error {
-		var addrs []netip.Prefix
-		for _, f := range l.cfg.Families {
-			addrs = append(addrs, segmentAddr(f, host.segment, host.number))
-		}
 
-		gateway := func(p netip.Prefix) netip.Addr {
-			return segmentAddr(prefix.FamilyOf(p.Addr()), host.segment, router).Addr()
+	var assigned []assignment
+	for _, f := range l.cfg.Families {
+		assigned = append(assigned, assignment{
+			own: segmentAddr(f, host.segment, host.number), gateway: segmentAddr(f, host.segment, router).Addr(),
+		})
+	}
+	err = host.Netlink(ctx, func(h *netlink.Handle) error {
+		eth0, err := configure(h, assigned)
+		if err == nil {
+			host.mac = eth0.Attrs().HardwareAddr
 		}
-		if err := configure(h, addrs, gateway); err != nil {
-			return err
-		}
-		eth0, err := h.LinkByName("eth0")
-		if err != nil {
-			return fmt.Errorf("find eth0: %w", err)
-		}
-		host.mac = eth0.Attrs().HardwareAddr
-		return nil
+		return err
 	})
 	if err != nil {
 		return err
 	}
+
 	if err := plugged(ctx, l.underlay, port.Name, bridgeName(host.segment), host.Namespace); err != nil {
 		return err
 	}
@@ -128,11 +121,12 @@ func (l *Lab) attach(ctx context.Context, host *Host) error {
 // carrierTimeout limits the wait for the carrier of a new link, and for its addresses.
 const carrierTimeout = 10 * time.Second
 
-// answered waits until the host can ping itself and the router, because the kernel makes the routes
-// of a new IPv6 address in the background.
+// answered waits until the host can ping itself and the router, because the kernel makes the routes of
+// a new IPv6 address in the background.
 func (l *Lab) answered(ctx context.Context, host *Host) error {
 	ctx, cancel := context.WithTimeout(ctx, carrierTimeout)
 	defer cancel()
+
 	for _, f := range l.cfg.Families {
 		for _, dst := range []netip.Addr{host.Addr(f), segmentAddr(f, host.segment, router).Addr()} {
 			for {
@@ -149,11 +143,11 @@ func (l *Lab) answered(ctx context.Context, host *Host) error {
 	return nil
 }
 
-// plugged waits until packets can pass from eth0 in the namespace far to the devices port and
-// bridge in the namespace near: all three devices must have a carrier. After many links have been
-// created and removed, the kernel may take a second to notice a new carrier, and drops packets
-// until then.
+// plugged waits until eth0 in the namespace far, and the devices port and bridge in the namespace
+// near, have a carrier.
 func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Namespace) error {
+	// After many links have been created and removed, the kernel may take a second to notice a
+	// new carrier, and drops packets until then.
 	ctx, cancel := context.WithTimeoutCause(ctx, carrierTimeout, errors.New("no carrier"))
 	defer cancel()
 	tick := time.NewTicker(5 * time.Millisecond)
@@ -163,7 +157,8 @@ func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Nam
 		of   *Namespace
 		link string
 	}{{far, "eth0"}, {near, port}, {near, bridge}} {
-		for up := false; !up; {
+		for {
+			up := false
 			err := end.of.Netlink(ctx, func(h *netlink.Handle) error {
 				link, err := h.LinkByName(end.link)
 				up = err == nil && link.Attrs().OperState == netlink.OperUp
@@ -186,14 +181,12 @@ func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Nam
 	return nil
 }
 
-// maxLearned is the largest number of hosts that find each other by ARP and neighbour discovery.
-// Larger labs need pinNeighbours.
-const maxLearned = 20
-
 // pinNeighbours gives the hosts of a large lab permanent neighbour entries for the other hosts on
-// their segment. The kernel limits the neighbours that it resolves in all namespaces together, to
-// 1024 by default. The entries of 33 hosts for each other exceed that limit.
+// their segment.
 func (l *Lab) pinNeighbours(ctx context.Context) error {
+	// The kernel limits the neighbours that it resolves in all namespaces together, to 1024 by
+	// default (gc_thresh3). The entries of 33 hosts for each other exceed that limit.
+	const maxLearned = 20
 	if len(l.hosts) <= maxLearned {
 		return nil
 	}
@@ -228,11 +221,12 @@ func (l *Lab) pinNeighbours(ctx context.Context) error {
 	return nil
 }
 
-// plug creates a veth pair, and makes the end called port a port of bridge.
+// plug creates a veth pair with one end in bridge.
 func plug(h *netlink.Handle, port *netlink.Veth, bridge string) error {
 	if err := h.LinkAdd(port); err != nil {
 		return fmt.Errorf("add veth %s: %w", port.Name, err)
 	}
+
 	br, err := h.LinkByName(bridge)
 	if err != nil {
 		return fmt.Errorf("find bridge %s: %w", bridge, err)
@@ -243,34 +237,30 @@ func plug(h *netlink.Handle, port *netlink.Veth, bridge string) error {
 	return setUp(h, port)
 }
 
-// configure adds the addresses to eth0, brings it up and, for each address, adds a default route
-// through its gateway.
-func configure(h *netlink.Handle, addrs []netip.Prefix, gateway func(netip.Prefix) netip.Addr) error {
-	eth0, err := h.LinkByName("eth0")
-	if err != nil {
-		return fmt.Errorf("find eth0: %w", err)
+// configure brings eth0 up with addresses and default routes.
+func configure(h *netlink.Handle, assigned []assignment) (eth0 netlink.Link, err error) {
+	if eth0, err = h.LinkByName("eth0"); err != nil {
+		return nil, fmt.Errorf("find eth0: %w", err)
 	}
 
-	for _, a := range addrs {
-		if err := addAddr(h, eth0, a); err != nil {
-			return err
+	for _, a := range assigned {
+		if err := addAddr(h, eth0, a.own); err != nil {
+			return nil, err
 		}
 	}
 	if err := setUp(h, eth0); err != nil {
-		return err
+		return nil, err
 	}
 
-	for _, a := range addrs {
-		gw := gateway(a)
-		r := &netlink.Route{LinkIndex: eth0.Attrs().Index, Gw: gw.AsSlice()}
+	for _, a := range assigned {
+		r := &netlink.Route{LinkIndex: eth0.Attrs().Index, Gw: a.gateway.AsSlice()}
 		if err := h.RouteAdd(r); err != nil {
-			return fmt.Errorf("add default route via %s: %w", gw, err)
+			return nil, fmt.Errorf("add default route via %s: %w", a.gateway, err)
 		}
 	}
-	return nil
+	return eth0, nil
 }
 
-// boot brings lo up and enables forwarding in the namespace.
 func (n *Namespace) boot(ctx context.Context) error {
 	return n.Netlink(ctx, func(h *netlink.Handle) error {
 		for _, file := range []string{"ipv4/ip_forward", "ipv6/conf/all/forwarding"} {
@@ -290,10 +280,9 @@ func loUp(h *netlink.Handle) error {
 	return setUp(h, lo)
 }
 
-// setUp brings up a link in the namespace of the calling thread. Before that it disables duplicate
-// address detection, so that the link-local address can be used at once: an IPv6 router needs it to
-// resolve neighbours.
 func setUp(h *netlink.Handle, link netlink.Link) error {
+	// Without duplicate address detection the link-local address can be used at once: an IPv6
+	// router needs it to resolve neighbours.
 	name := link.Attrs().Name
 	if err := os.WriteFile("/proc/sys/net/ipv6/conf/"+name+"/accept_dad", []byte("0"), 0); err != nil {
 		return err
@@ -322,18 +311,18 @@ func addAddr(h *netlink.Handle, link netlink.Link, p netip.Prefix) error {
 	return nil
 }
 
-// ipNet converts p and keeps its host bits, because p is an address and its prefix length.
+// ipNet keeps the host bits, because p is an address and its prefix length.
 func ipNet(p netip.Prefix) *net.IPNet {
 	return &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
 }
 
-// shape applies loss, latency and rate to the packets that go through port to its host.
 func (l *Lab) shape(h *netlink.Handle, port netlink.Link) error {
 	at := netlink.QdiscAttrs{
 		LinkIndex: port.Attrs().Index,
 		Handle:    netlink.MakeHandle(1, 0),
 		Parent:    netlink.HANDLE_ROOT,
 	}
+
 	if l.cfg.Loss > 0 || l.cfg.Latency > 0 {
 		netem := netlink.NewNetem(at, netlink.NetemQdiscAttrs{
 			Latency: uint32(l.cfg.Latency.Microseconds()),
@@ -343,8 +332,10 @@ func (l *Lab) shape(h *netlink.Handle, port netlink.Link) error {
 		if err := addQdisc(h, netem); err != nil {
 			return fmt.Errorf("loss and latency: %w", err)
 		}
-		at.Parent, at.Handle = netlink.MakeHandle(1, 1), netlink.MakeHandle(2, 0)
+		at.Parent = netlink.MakeHandle(1, 1)
+		at.Handle = netlink.MakeHandle(2, 0)
 	}
+
 	if l.cfg.Rate == 0 {
 		return nil
 	}
