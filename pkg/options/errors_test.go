@@ -180,7 +180,7 @@ func TestEveryFlagRefusesNonsense(t *testing.T) {
 		"log-format":      {"", "xml", "JSON"}, "v": {"x", "-1", "1.5", "2147483648"}, "vmodule": {"a", "=1", "a=x", "a=-1", "[=1", "a[=1", "a=1;b=2"},
 		"log_backtrace_at": {"x", "x.go", "x.go:0", "x.go:x", ":7", "x:7"}, "version": switches,
 	}
-	for _, s := range settings() {
+	for _, s := range settings(&Options{}) {
 		texts, known := nonsense[s.name]
 		if !known {
 			t.Errorf("--%s: this test has no impossible text for the flag", s.name)
@@ -224,7 +224,7 @@ func expectRefusal(t *testing.T, source, text string, args, env []string) {
 
 // TestMeantFlag checks that the right flag is found for a misspelt name, and none for other names.
 func TestMeantFlag(t *testing.T) {
-	known := names(settings())
+	known := names(settings(&Options{}))
 	for name, want := range map[string]string{
 		"ifaec":             "iface",
 		"log-backtrace-at":  "log_backtrace_at",

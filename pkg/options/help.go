@@ -27,7 +27,7 @@ and an empty variable counts as not set. Booleans are negated with =false.
 func Help() string {
 	var b strings.Builder
 	b.WriteString(helpHeading)
-	for _, t := range topics() {
+	for _, t := range topics(&Options{}) {
 		fmt.Fprintf(&b, "\n%s:\n", t.title)
 		for _, s := range t.settings {
 			s.help(&b)

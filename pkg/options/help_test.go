@@ -37,7 +37,7 @@ func TestHelp(t *testing.T) {
 
 func TestHelpNamesEveryFlag(t *testing.T) {
 	help := Help()
-	for _, s := range settings() {
+	for _, s := range settings(&Options{}) {
 		if !strings.Contains(help, "\n  --"+s.name) {
 			t.Errorf("no entry for --%s", s.name)
 		}

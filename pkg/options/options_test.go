@@ -96,7 +96,7 @@ func TestEveryFlag(t *testing.T) {
 		maps.Copy(want, m)
 	}
 	got := map[string]string{}
-	for _, s := range settings() {
+	for _, s := range settings(&Options{}) {
 		if _, twice := got[s.name]; twice {
 			t.Errorf("--%s is defined twice", s.name)
 		}

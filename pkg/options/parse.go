@@ -29,12 +29,12 @@ var (
 // as not set. An error is one line that names the mistake and the expected value.
 func Parse(args, env []string) (Options, error) {
 	o := Options{sources: map[string]string{}}
-	all := settings()
+	all := settings(&o)
 	for _, s := range all {
 		if s.def == "" {
 			continue
 		}
-		if err := s.set(&o, s.def); err != nil {
+		if err := s.set(s.def); err != nil {
 			return Options{}, fmt.Errorf("default of --%s: %w", s.name, err)
 		}
 	}
@@ -67,7 +67,7 @@ func Parse(args, env []string) (Options, error) {
 // Parse it prefers a flag to its variable, and ignores empty variables. It judges no text. The last of
 // several texts counts.
 func Given(args, env []string) (map[string]string, error) {
-	all := settings()
+	all := settings(&Options{})
 	flags, err := commandLine(all, args)
 	if err != nil {
 		return nil, err
@@ -121,7 +121,7 @@ func (o *Options) apply(all []setting, given values) error {
 		}
 		o.sources[s.name] = c.source
 		for _, text := range c.texts {
-			if err := s.set(o, text); err != nil {
+			if err := s.set(text); err != nil {
 				return fmt.Errorf("%s %q is invalid: %w", c.source, redact(text), err)
 			}
 		}
@@ -136,7 +136,7 @@ func commandLine(all []setting, args []string) (values, error) {
 	fs.Usage = func() {}
 	found := values{}
 	for _, s := range all {
-		found[s.name] = &collected{source: "--" + s.name, toggle: s.toggle}
+		found[s.name] = &collected{source: "--" + s.name, toggle: s.arg == ""}
 		fs.Var(found[s.name], s.name, "")
 	}
 
