@@ -190,7 +190,7 @@ func (b *bed) clean(ctx context.Context, h *lab.Host) {
 func (r *rtnl) flushDevice(ifindex int) {
 	pods := netip.MustParsePrefix(podNetwork)
 	var routes []netip.Prefix
-	r.dumpRoutes(ifindex, func(dst netip.Prefix, _ netip.Addr) {
+	r.dumpRoutes(ifindex, func(dst netip.Prefix, _ kernelRoute) {
 		if pods.Overlaps(dst) && dst.Bits() >= pods.Bits() {
 			routes = append(routes, dst)
 		}
@@ -240,7 +240,7 @@ func (b *bed) verify(ctx context.Context, h *lab.Host, n int) {
 	have := newEntries()
 	withRTNL(ctx, h, func(r *rtnl) {
 		device := link(b.device()).Index
-		r.dumpRoutes(device, func(dst netip.Prefix, gateway netip.Addr) { have.routes[dst] = gateway })
+		r.dumpRoutes(device, func(dst netip.Prefix, one kernelRoute) { have.routes[dst] = one.gateway })
 		if kinds.vtep {
 			r.dumpNeighs(unix.AF_INET, device, func(dst netip.Addr, mac [6]byte) { have.neighs[dst] = mac })
 			r.dumpNeighs(unix.AF_BRIDGE, device, func(dst netip.Addr, mac [6]byte) { have.fdb[mac] = dst })

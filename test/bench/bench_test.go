@@ -268,20 +268,15 @@ func TestRouteWatch(t *testing.T) {
 	}
 	route := func(typ uint16, device, metric, nexthop uint32) func(*rtnl) {
 		return func(r *rtnl) {
-			r.begin(typ, 0, rtmsg(24, 0, 0)...)
-			r.attr(unix.RTA_DST, p.subnet.Addr().AsSlice())
-			r.attr32(unix.RTA_OIF, device)
-			r.attr32(unix.RTA_PRIORITY, metric)
-			r.attr32(rtaNHID, nexthop)
-			r.end()
+			r.add(typ, 0, rtmsg(24, 0, 0), attrAddr(unix.RTA_DST, p.subnet.Addr()),
+				attr32(unix.RTA_OIF, device), attr32(unix.RTA_PRIORITY, metric), attr32(rtaNHID, nexthop))
 		}
 	}
 	link := func(device, flags uint32) func(*rtnl) {
 		return func(r *rtnl) {
 			body := binary.NativeEndian.AppendUint32(make([]byte, 4), device)
 			body = binary.NativeEndian.AppendUint32(body, flags)
-			r.begin(unix.RTM_NEWLINK, 0, append(body, 0, 0, 0, 0)...)
-			r.end()
+			r.add(unix.RTM_NEWLINK, 0, append(body, 0, 0, 0, 0))
 		}
 	}
 	for _, tc := range []struct {

@@ -105,7 +105,7 @@ func (b *bed) complete(r *rtnl) bool {
 
 	pods := netip.MustParsePrefix(podNetwork)
 	n := 0
-	r.dumpRoutes(link.Index, func(dst netip.Prefix, _ netip.Addr) {
+	r.dumpRoutes(link.Index, func(dst netip.Prefix, _ kernelRoute) {
 		if dst.Bits() == 24 && pods.Contains(dst.Addr()) {
 			n++
 		}

@@ -88,11 +88,8 @@ func (w *routeWatch) verify(ctx context.Context) {
 func (w *routeWatch) read(ctx context.Context) map[netip.Prefix][]kernelRoute {
 	have := map[netip.Prefix][]kernelRoute{}
 	withRTNL(ctx, w.host, func(r *rtnl) {
-		body := rtmsg(0, 0, 0)
-		clear(body[5:])
-		r.begin(unix.RTM_GETROUTE, 0, body...)
-		r.dump(func(payload []byte) {
-			if dst, one, ok := w.parse(payload); ok {
+		r.dumpRoutes(0, func(dst netip.Prefix, one kernelRoute) {
+			if _, ok := w.routes[dst]; ok {
 				have[dst] = append(have[dst], one)
 			}
 		})
@@ -100,13 +97,22 @@ func (w *routeWatch) read(ctx context.Context) map[netip.Prefix][]kernelRoute {
 	return have
 }
 
-// parse returns the route that a message describes. ok is false if it is not a unicast route to a
-// peer in the main table.
+// parse returns the route to a peer that a message describes. ok is false if it describes no such route.
 func (w *routeWatch) parse(payload []byte) (dst netip.Prefix, one kernelRoute, ok bool) {
+	if dst, one, ok = parseRoute(payload); ok {
+		_, ok = w.routes[dst]
+	}
+	return dst, one, ok
+}
+
+// parseRoute returns the route that a message describes. ok is false if it is not a unicast route in the
+// main table.
+func parseRoute(payload []byte) (dst netip.Prefix, one kernelRoute, ok bool) {
 	if len(payload) < unix.SizeofRtMsg || payload[4] != unix.RT_TABLE_MAIN || payload[7] != unix.RTN_UNICAST {
 		return dst, one, false
 	}
 
+	dst = netip.PrefixFrom(netip.IPv4Unspecified(), 0)
 	attrs(payload[unix.SizeofRtMsg:], func(typ uint16, data []byte) {
 		switch typ {
 		case unix.RTA_DST:
@@ -122,8 +128,7 @@ func (w *routeWatch) parse(payload []byte) (dst netip.Prefix, one kernelRoute, o
 			one.nexthop = binary.NativeEndian.Uint32(data)
 		}
 	})
-	_, ok = w.routes[dst]
-	return dst, one, ok
+	return dst, one, true
 }
 
 // apply handles one announcement.

@@ -65,31 +65,36 @@ func (r *rtnl) limitWait(d time.Duration) {
 
 func (r *rtnl) close() { _ = unix.Close(r.fd) }
 
-func (r *rtnl) begin(typ, flags uint16, body ...byte) {
+// attr is an attribute of a message.
+type attr struct {
+	typ  uint16
+	data []byte
+}
+
+func attrAddr(typ uint16, a netip.Addr) attr { return attr{typ, a.AsSlice()} }
+
+func attr32(typ uint16, v uint32) attr { return attr{typ, binary.NativeEndian.AppendUint32(nil, v)} }
+
+// add adds a message with this header and these attributes to those that send sends.
+func (r *rtnl) add(typ, flags uint16, header []byte, attrs ...attr) {
 	r.msg = len(r.out)
 	r.seq++
-	r.out = binary.NativeEndian.AppendUint32(r.out, 0)
+	r.out = binary.NativeEndian.AppendUint32(r.out, 0) // the length
 	r.out = binary.NativeEndian.AppendUint16(r.out, typ)
 	r.out = binary.NativeEndian.AppendUint16(r.out, flags|unix.NLM_F_REQUEST)
 	r.out = binary.NativeEndian.AppendUint32(r.out, r.seq)
 	r.out = binary.NativeEndian.AppendUint32(r.out, 0)
-	r.out = append(r.out, body...)
-}
-
-func (r *rtnl) attr(typ uint16, data []byte) {
-	r.out = binary.NativeEndian.AppendUint16(r.out, uint16(4+len(data)))
-	r.out = binary.NativeEndian.AppendUint16(r.out, typ)
-	r.out = append(r.out, data...)
-	for len(r.out)%4 != 0 {
-		r.out = append(r.out, 0)
+	r.out = append(r.out, header...)
+	for _, a := range attrs {
+		r.out = binary.NativeEndian.AppendUint16(r.out, uint16(4+len(a.data)))
+		r.out = binary.NativeEndian.AppendUint16(r.out, a.typ)
+		r.out = append(r.out, a.data...)
+		for len(r.out)%4 != 0 {
+			r.out = append(r.out, 0)
+		}
 	}
+	binary.NativeEndian.PutUint32(r.out[r.msg:], uint32(len(r.out)-r.msg))
 }
-
-func (r *rtnl) attr32(typ uint16, v uint32) {
-	r.attr(typ, binary.NativeEndian.AppendUint32(nil, v))
-}
-
-func (r *rtnl) end() { binary.NativeEndian.PutUint32(r.out[r.msg:], uint32(len(r.out)-r.msg)) }
 
 // send sends the messages that have been built, the last one with further flags.
 func (r *rtnl) send(flags uint16) {
@@ -108,10 +113,9 @@ func (r *rtnl) flush() {
 	}
 }
 
-// dump completes and sends the message that is being built as a dump request. It calls the function
-// each for every message of the answer.
-func (r *rtnl) dump(each func(payload []byte)) {
-	r.end()
+// dump sends a dump request, and calls the function each for every message of the answer.
+func (r *rtnl) dump(typ uint16, header []byte, each func(payload []byte), attrs ...attr) {
+	r.add(typ, 0, header, attrs...)
 	r.send(unix.NLM_F_DUMP)
 	r.answers(func(_ uint16, payload []byte) { each(payload) })
 }
@@ -194,84 +198,56 @@ func nhmsg(family, protocol uint8, flags uint32) []byte {
 const put = unix.NLM_F_CREATE | unix.NLM_F_REPLACE
 
 func (r *rtnl) putNeigh(ifindex int, ip netip.Addr, mac [6]byte) {
-	r.begin(unix.RTM_NEWNEIGH, put, ndmsg(unix.AF_INET, ifindex, 0)...)
-	r.attr(unix.NDA_DST, ip.AsSlice())
-	r.attr(unix.NDA_LLADDR, mac[:])
-	r.end()
+	r.add(unix.RTM_NEWNEIGH, put, ndmsg(unix.AF_INET, ifindex, 0), attrAddr(unix.NDA_DST, ip), attr{unix.NDA_LLADDR, mac[:]})
 }
 
 func (r *rtnl) delNeigh(ifindex int, ip netip.Addr) {
-	r.begin(unix.RTM_DELNEIGH, 0, ndmsg(unix.AF_INET, ifindex, 0)...)
-	r.attr(unix.NDA_DST, ip.AsSlice())
-	r.end()
+	r.add(unix.RTM_DELNEIGH, 0, ndmsg(unix.AF_INET, ifindex, 0), attrAddr(unix.NDA_DST, ip))
 }
 
 func (r *rtnl) putFDB(ifindex int, mac [6]byte, dst netip.Addr) {
-	r.begin(unix.RTM_NEWNEIGH, put, ndmsg(unix.AF_BRIDGE, ifindex, unix.NTF_SELF)...)
-	r.attr(unix.NDA_LLADDR, mac[:])
-	r.attr(unix.NDA_DST, dst.AsSlice())
-	r.end()
+	r.add(unix.RTM_NEWNEIGH, put, ndmsg(unix.AF_BRIDGE, ifindex, unix.NTF_SELF), attr{unix.NDA_LLADDR, mac[:]}, attrAddr(unix.NDA_DST, dst))
 }
 
 func (r *rtnl) addNexthop(id uint32, ifindex int, gateway netip.Addr, flags uint32) {
-	r.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, unix.RTPROT_BOOT, flags)...)
-	r.attr32(nhaID, id)
-	r.attr32(nhaOIF, uint32(ifindex))
-	r.attr(nhaGateway, gateway.AsSlice())
-	r.end()
+	r.add(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, unix.RTPROT_BOOT, flags),
+		attr32(nhaID, id), attr32(nhaOIF, uint32(ifindex)), attrAddr(nhaGateway, gateway))
 }
 
 func (r *rtnl) delNexthop(id uint32) {
-	r.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
-	r.attr32(nhaID, id)
-	r.end()
+	r.add(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0), attr32(nhaID, id))
 }
 
 // putRouteByID adds a message that adds or replaces a route through the nexthop object with that
-// id. If metric is 0, the route gets no metric.
+// id. A metric of 0 is none.
 func (r *rtnl) putRouteByID(dst netip.Prefix, id, metric uint32) {
-	r.begin(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_UNIVERSE, 0)...)
-	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
-	if metric > 0 {
-		r.attr32(unix.RTA_PRIORITY, metric)
-	}
-	r.attr32(rtaNHID, id)
-	r.end()
+	r.add(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_UNIVERSE, 0),
+		attrAddr(unix.RTA_DST, dst.Addr()), attr32(unix.RTA_PRIORITY, metric), attr32(rtaNHID, id))
 }
 
 func (r *rtnl) putRoute(dst netip.Prefix, ifindex int, gateway netip.Addr, flags uint32) {
-	r.begin(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_UNIVERSE, flags)...)
-	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
-	r.attr(unix.RTA_GATEWAY, gateway.AsSlice())
-	r.attr32(unix.RTA_OIF, uint32(ifindex))
-	r.end()
+	r.add(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_UNIVERSE, flags),
+		attrAddr(unix.RTA_DST, dst.Addr()), attrAddr(unix.RTA_GATEWAY, gateway), attr32(unix.RTA_OIF, uint32(ifindex)))
 }
 
 // putLinkRoute adds a message that adds or replaces a route without a gateway: dst is directly
 // reachable on the device.
 func (r *rtnl) putLinkRoute(dst netip.Prefix, ifindex int) {
-	r.begin(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_LINK, 0)...)
-	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
-	r.attr32(unix.RTA_OIF, uint32(ifindex))
-	r.end()
+	r.add(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_LINK, 0), attrAddr(unix.RTA_DST, dst.Addr()), attr32(unix.RTA_OIF, uint32(ifindex)))
 }
 
 func (r *rtnl) delRoute(dst netip.Prefix) {
-	body := rtmsg(dst.Bits(), unix.RT_SCOPE_NOWHERE, 0)
-	body[5] = unix.RTPROT_UNSPEC // the route may have any protocol
-	r.begin(unix.RTM_DELROUTE, 0, body...)
-	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
-	r.end()
+	header := rtmsg(dst.Bits(), unix.RT_SCOPE_NOWHERE, 0)
+	header[5] = unix.RTPROT_UNSPEC // the route may have any protocol
+	r.add(unix.RTM_DELROUTE, 0, header, attrAddr(unix.RTA_DST, dst.Addr()))
 }
 
 // dumpNeighs reads the permanent neighbours of a device or, if family is AF_BRIDGE, its permanent
 // FDB entries. It calls the function each for every one of them.
 func (r *rtnl) dumpNeighs(family uint8, ifindex int, each func(dst netip.Addr, mac [6]byte)) {
-	body := ndmsg(family, 0, 0)
-	clear(body[4:])
-	r.begin(unix.RTM_GETNEIGH, 0, body...)
-	r.attr32(unix.NDA_IFINDEX, uint32(ifindex))
-	r.dump(func(payload []byte) {
+	header := ndmsg(family, 0, 0)
+	clear(header[4:])
+	r.dump(unix.RTM_GETNEIGH, header, func(payload []byte) {
 		if len(payload) < unix.SizeofNdMsg || payload[0] != family ||
 			binary.NativeEndian.Uint16(payload[8:])&unix.NUD_PERMANENT == 0 {
 			return
@@ -288,39 +264,27 @@ func (r *rtnl) dumpNeighs(family uint8, ifindex int, each func(dst netip.Addr, m
 			}
 		})
 		each(dst, mac)
-	})
+	}, attr32(unix.NDA_IFINDEX, uint32(ifindex)))
 }
 
-// dumpRoutes reads the IPv4 routes of the main table whose output device has the index ifindex, and
-// calls the function each for every one of them.
-func (r *rtnl) dumpRoutes(ifindex int, each func(dst netip.Prefix, gateway netip.Addr)) {
-	body := rtmsg(0, 0, 0)
-	clear(body[5:])
-	r.begin(unix.RTM_GETROUTE, 0, body...)
-	r.attr32(unix.RTA_OIF, uint32(ifindex))
-	r.dump(func(payload []byte) {
-		if len(payload) < unix.SizeofRtMsg || payload[4] != unix.RT_TABLE_MAIN {
-			return
+// dumpRoutes reads the IPv4 unicast routes of the main table, and calls the function each for every one of
+// them. With an ifindex it reads only those whose output device has it.
+func (r *rtnl) dumpRoutes(ifindex int, each func(dst netip.Prefix, one kernelRoute)) {
+	header := rtmsg(0, 0, 0)
+	clear(header[5:])
+	var only []attr
+	if ifindex > 0 {
+		only = []attr{attr32(unix.RTA_OIF, uint32(ifindex))}
+	}
+	r.dump(unix.RTM_GETROUTE, header, func(payload []byte) {
+		if dst, one, ok := parseRoute(payload); ok {
+			each(dst, one)
 		}
-
-		dst := netip.PrefixFrom(netip.IPv4Unspecified(), 0)
-		gateway := netip.Addr{}
-		attrs(payload[unix.SizeofRtMsg:], func(typ uint16, data []byte) {
-			switch typ {
-			case unix.RTA_DST:
-				a, _ := netip.AddrFromSlice(data)
-				dst = netip.PrefixFrom(a, int(payload[1]))
-			case unix.RTA_GATEWAY:
-				gateway, _ = netip.AddrFromSlice(data)
-			}
-		})
-		each(dst, gateway)
-	})
+	}, only...)
 }
 
 func (r *rtnl) dumpNexthops(each func(id uint32)) {
-	r.begin(rtmGetNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
-	r.dump(func(payload []byte) {
+	r.dump(rtmGetNexthop, nhmsg(unix.AF_UNSPEC, 0, 0), func(payload []byte) {
 		attrs(payload[min(8, len(payload)):], func(typ uint16, data []byte) {
 			if typ == nhaID {
 				each(binary.NativeEndian.Uint32(data))
@@ -342,9 +306,7 @@ func (r *rtnl) hasRoute(dst netip.Prefix) bool {
 		body[0] = unix.AF_INET6
 	}
 
-	r.begin(unix.RTM_GETROUTE, 0, body...)
-	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
-	r.end()
+	r.add(unix.RTM_GETROUTE, 0, body, attrAddr(unix.RTA_DST, dst.Addr()))
 	r.send(0)
 	found := false
 	must.Do(r.receive(func(typ uint16, _ uint32, payload []byte) {
