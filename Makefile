@@ -60,7 +60,7 @@ GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
 .PHONY: help build module demo test test-unit test-kernel test-alone test-e2e test-vm test-kubernetes test-release test-cloud test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep lint-probes lint-license \
-	lint-unit lint-rules fmt pictures image chart dist release release-key release-verify dist-check deps components components-short components-nodes walk clean FORCE
+	lint-unit lint-rules fmt pages pictures image chart dist release release-key release-verify dist-check deps components components-short components-nodes walk clean FORCE
 
 help: ## print this list
 	@echo 'flanneld $(VERSION)'
@@ -133,6 +133,10 @@ bin/tools/stages: FORCE
 
 ## Keep it tidy
 lint: lint-go lint-words lint-mod lint-shell lint-sleep lint-probes lint-license lint-unit lint-rules ## check code, language, modules, scripts, licenses and units
+
+pages: build deps components-short ## run the commands of the pages, and write what they print to the pages
+	go test ./Documentation -update
+	go test -count=1 ./test/e2e -run '^TestPage' -skip Kubernetes -args -update
 
 pictures: build ## make the pictures of the pages again, from a running lab
 	test/tools/pictures.sh Documentation/pictures
