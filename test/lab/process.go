@@ -145,9 +145,6 @@ func (p *process) Kill() {
 	}
 }
 
-// Exited returns a channel that is closed once the process has ended.
-func (p *process) Exited() <-chan struct{} { return p.exited }
-
 // Wait waits until the process ends and returns its exit code, or -1 if a signal ended
 // it. It returns an error if ctx ends first.
 func (p *process) Wait(ctx context.Context) (code int, err error) {
