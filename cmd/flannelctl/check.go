@@ -73,7 +73,7 @@ that does not answer, the result is unknown: the exit code stays 0, and in JSON 
 false.
 
 With --pod it sends from a pod, which it adds through the CNI configuration of this
-host and always removes: first to the gateway, the bridge of this host, then to the
+host and then removes: first to the gateway, the bridge of this host, then to the
 bridge of every peer. The column HALF says how far packets pass.`,
 		Example: "  flannelctl check\n  flannelctl check --peer 192.0.2.12 -o json\n  flannelctl check --pod --target 10.5.7.2,10.96.0.1:443",
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -95,7 +95,7 @@ func (f podFlags) startPod(ctx context.Context, subnets []netip.Prefix) (*pod, e
 	}
 
 	if p.namespace, err = os.Open(fmt.Sprintf("/proc/%d/ns/net", p.process.Process.Pid)); err != nil {
-		return nil, errors.Join(err, p.process.Cancel(), p.process.Wait())
+		return nil, oneline.Join(err, p.process.Cancel(), p.process.Wait())
 	}
 	p.runtime = &libcni.RuntimeConf{
 		ContainerID: "flannelctl-" + rand.Text(), IfName: podInterface,
@@ -188,7 +188,7 @@ type attachment struct{ own, gateway netip.Addr }
 // probe lets the pod try all targets.
 func (p *pod) probe(targets []string) ([]reach, error) {
 	_, err := io.WriteString(p.targets, strings.Join(targets, "\n"))
-	if err = errors.Join(err, p.targets.Close(), p.process.Wait()); err != nil {
+	if err = oneline.Join(err, p.targets.Close(), p.process.Wait()); err != nil {
 		return nil, fmt.Errorf("probe from the pod: %w: %s", err, oneline.Collapse(p.failure.String()))
 	}
 	var results []reach
@@ -250,7 +250,7 @@ func checkPod(cmd *cobra.Command, r status.Report, only []netip.Prefix, f podFla
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, p.end(ctx)) }()
+	defer func() { err = oneline.Join(err, p.end(ctx)) }()
 
 	attached, err := p.attach(ctx)
 	c := podCheck{report: r, findings: examine(ctx, []status.Report{r}, nil)}

@@ -197,6 +197,11 @@ func TestCheckFromPodEnds(t *testing.T) {
 	expectFlannelctlExits(t, f.a, 2, append(f.args, "--cni-conf-dir=/run/none"), "/run/none has no CNI configuration")
 	expectFlannelctlExits(t, f.a, 2, append(f.args, "--socket=/run/none"), "no such file")
 
+	out, err := flannelctl(t, f.a, append(f.args, "--cni-bin-dir=/run/none")...)
+	if err == nil || strings.Count(out, "\n") != 1 || !strings.Contains(out, "gives a pod no network") || !strings.Contains(out, "remove the pod") {
+		t.Errorf("check --pod without plugins: %v, want both errors in one line:\n%s", err, out)
+	}
+
 	nft(t, f.b.Namespace, "table inet fault { chain c { type filter hook input priority 0; udp dport 8472 drop; } ; }")
 	for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {
 		cmd := exec.Command(built("flannelctl"), f.args...)
