@@ -80,7 +80,7 @@ func (a *audit) read(ctx context.Context) (listed, error) {
 		}
 
 		q.more = l.Continue
-		if err := wait.For(ctx, wait.Vary(a.m.timing.auditPage, 0.5)); err != nil {
+		if err := wait.For(ctx, a.m.timing.auditPage/2+a.m.client.random(a.m.timing.auditPage)); err != nil {
 			return listed{}, err
 		}
 	}
@@ -91,7 +91,7 @@ func (a *audit) read(ctx context.Context) (listed, error) {
 func (a *audit) setList(l listed) {
 	if l.nodes == nil {
 		a.cache.deleted = nil
-		a.due.Reset(wait.Vary(a.m.timing.audit/10, 0.5))
+		a.due.Reset(a.m.timing.audit/20 + a.m.client.random(a.m.timing.audit/10))
 		return
 	}
 	a.list = &l

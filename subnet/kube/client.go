@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"net/http/httptrace"
@@ -52,13 +53,18 @@ type client struct {
 	base   *url.URL
 	http   *http.Client
 	dialer *connrotation.Dialer
-	late   atomic.Int32 // how many times the deadline of requests is doubled, at most maxLate
-	slow   atomic.Int64 // when a small request was last slow or refused, in ns since 1970; 0: never
+	late   atomic.Int32                      // how many times the deadline of requests is doubled, at most maxLate
+	random func(time.Duration) time.Duration // see randomTime
+	slow   atomic.Int64                      // when a small request was last slow or refused, in ns since 1970; 0: never
 }
 
 // errEnded means that a watch which the server had accepted has ended early or has lost its
 // connection, or that renew has closed the connection of a request.
 var errEnded = errors.New("watch has ended")
+
+// randomTime returns a random time from 0 to most, so that hosts do not act at the same moment. Scripts
+// of tests have another function in its place.
+func randomTime(most time.Duration) time.Duration { return rand.N(most + 1) }
 
 // restConfig returns how to reach the API server, from flags or from the pod's service account. A program of an
 // operator looks in more places.
@@ -138,7 +144,7 @@ func newClient(cfg *rest.Config, agent string) (*client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("API server %s: %w", base.Host, err)
 	}
-	return &client{host: base.Host, base: base, http: h, dialer: dialer}, nil
+	return &client{host: base.Host, base: base, http: h, dialer: dialer, random: randomTime}, nil
 }
 
 // newDialer returns the dialer of connections to the server. If the server's host does not answer

@@ -6,7 +6,6 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"math/rand/v2"
 	"slices"
 	"sync"
 	"time"
@@ -83,9 +82,9 @@ func (f *fetcher) interval() time.Duration {
 func (f *fetcher) pause() time.Duration {
 	next := time.Until(f.last.Add(f.interval()))
 	if next <= 0 {
-		return rand.N(f.m.timing.requestPause*time.Duration(max(0, len(f.cache.entries)-atOnce)) + 1)
+		return f.m.client.random(f.m.timing.requestPause * time.Duration(max(0, len(f.cache.entries)-atOnce)))
 	}
-	return next + rand.N(f.interval())
+	return next + f.m.client.random(f.interval())
 }
 
 // flush requests all waiting Nodes whose podCIDRs are still not known.
@@ -206,7 +205,7 @@ func (f *fetcher) fetch(ctx context.Context, a nodeRequest, spread time.Duration
 			return
 		}
 		f.m.report(ctx, activity, err)
-		if b.Wait(ctx, retryAfter(err)+rand.N(spread)) != nil {
+		if b.Wait(ctx, retryAfter(err)+f.m.client.random(spread)) != nil {
 			return
 		}
 	}

@@ -122,7 +122,7 @@ func (c *countingServer) times() []time.Time {
 // requests go to c.
 func emulated(name string, nodes int, c *countingServer) *Manager {
 	m := &Manager{
-		client: &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
+		client: &client{random: randomTime, base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
 		outage: loglimit.NewOutage("the API", nil), keys: defaultKeys(), decoder: newDecoder(defaultKeys()),
 		timing: timing{request: time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second, requestPause: 100 * time.Microsecond, event: 10 * time.Millisecond},
 	}

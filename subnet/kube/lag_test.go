@@ -458,7 +458,7 @@ func TestTooLargeIsRecognised(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			c := &client{base: base, http: s.Client()}
+			c := &client{random: randomTime, base: base, http: s.Client()}
 			_, err = c.do(t.Context(), request{})
 			e, ok := errors.AsType[*apiError](err)
 			if !ok || e.code != 504 || isTooLarge(err) != tt.want || e.retryAfter != time.Second {

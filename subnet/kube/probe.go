@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"sync"
 	"time"
 )
@@ -32,7 +31,9 @@ func newProbe(m *Manager, cache *nodeCache) *probe {
 
 // silence returns the time for which a watch may be silent before it is probed. It is random,
 // because the watches of all nodes become silent at the same time.
-func (p *probe) silence() time.Duration { return p.m.timing.silence + rand.N(p.m.timing.silence) }
+func (p *probe) silence() time.Duration {
+	return p.m.timing.silence + p.m.client.random(p.m.timing.silence)
+}
 
 // applyEvent records that the watch has brought an event. It does nothing while the watch has not
 // reached the required revision. After that the watch is not stale any more, and applyEvent reports

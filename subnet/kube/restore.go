@@ -6,7 +6,6 @@ import (
 	"context"
 	"fmt"
 	"maps"
-	"math/rand/v2"
 	"net/http"
 	"slices"
 	"time"
@@ -114,7 +113,7 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok
 	cache.revision = revision
 	cache.restored = revision
 	cache.lastChanged = last.lastChange
-	cache.auditAt = time.Now().Add(rand.N(m.timing.audit) + 1)
+	cache.auditAt = time.Now().Add(m.client.random(m.timing.audit))
 	m.nodes.Store(int64(len(cache.entries)))
 	return true, nil
 }

@@ -46,7 +46,7 @@ func (m *Manager) retry(ctx context.Context, f func() error) error {
 }
 
 func (m *Manager) backoff() *wait.Backoff {
-	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5}
+	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: m.timing.vary}
 }
 
 // resetAfterLongWatch resets b after a watch that has lasted longer than the longest pause of b.

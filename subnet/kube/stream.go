@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"net/http"
 	"net/url"
 	"strconv"
@@ -167,7 +166,7 @@ func (c *client) readList(ctx context.Context, d *wire.Decoder, r request, on fu
 // the server cannot continue from that revision. It returns an error of on as it is, and an
 // apiError if the server does not accept the watch.
 func (c *client) watch(ctx context.Context, d *wire.Decoder, q query, alive func(), on func(wire.Event) error) error {
-	lasts := watchTime + rand.N(watchTime)
+	lasts := watchTime + c.random(watchTime)
 	r := request{path: "nodes", query: q.values(), accept: acceptFull}
 	if q.metadata {
 		r.accept = acceptMetadata

@@ -30,7 +30,7 @@ func (answersAtTheEnd) RoundTrip(r *http.Request) (*http.Response, error) {
 // ends the request. watch must return an error after which Keep tries again.
 func TestWatchAcceptedAtTheDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: answersAtTheEnd{}}}
+		c := &client{random: randomTime, base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: answersAtTheEnd{}}}
 		err := c.watch(t.Context(), wire.NewDecoder(nil), query{revision: 1}, func() { t.Error("the watch counts as accepted") }, nil)
 		if !passes(err) {
 			t.Errorf("got %v, want an error that passes", err)
@@ -84,7 +84,7 @@ func (p firstPage) RoundTrip(*http.Request) (*http.Response, error) {
 // TestPageThatWasNotAskedFor expects an error if the server answers with a page although the whole
 // list was requested.
 func TestPageThatWasNotAskedFor(t *testing.T) {
-	c := &client{host: "host", base: &url.URL{Scheme: "http", Host: "host"}, http: &http.Client{Transport: firstPage{t}}}
+	c := &client{random: randomTime, host: "host", base: &url.URL{Scheme: "http", Host: "host"}, http: &http.Client{Transport: firstPage{t}}}
 	on := func(*wire.Node) {}
 	if _, err := c.list(t.Context(), newDecoder(defaultKeys()), query{}, on); !errors.Is(err, wire.ErrMalformed) {
 		t.Errorf("the first page counts as the complete list: %v", err)

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -83,7 +82,7 @@ func (t *turns) pause(ctx context.Context, known int, err error) time.Duration {
 		klog.FromContext(ctx).Info("the API server is busy, waiting before all nodes are listed", "nodes", n, "most", t.most)
 	}
 
-	pause := rand.N(time.Duration(t.factor)*each + 1)
+	pause := t.m.client.random(time.Duration(t.factor) * each)
 	t.factor = min(2*t.factor, maxFactor)
 	return pause
 }

@@ -97,7 +97,7 @@ func (c *crowd) watching(ctx context.Context, hosts int) {
 	for n := range hosts {
 		name := fmt.Sprintf("n%d", n)
 		m := &Manager{
-			client: &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
+			client: &client{random: randomTime, base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
 			outage: loglimit.NewOutage("the API", nil), decoder: newDecoder(defaultKeys()),
 			timing: timing{
 				request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,

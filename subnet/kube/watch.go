@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -64,7 +63,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 			// Other nodes may have to list at the same moment, such as all whose watches this
 			// server has served. The cost of each list grows with the number of Nodes, and so does
 			// the random pause.
-			err = b.Wait(ctx, rand.N(time.Duration(len(cache.entries))*m.timing.spread+1))
+			err = b.Wait(ctx, m.client.random(time.Duration(len(cache.entries))*m.timing.spread))
 
 		case errors.Is(err, errBusy):
 			err = t.wait(ctx, len(cache.entries), err)
