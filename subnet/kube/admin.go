@@ -131,12 +131,9 @@ func Missing(ctx context.Context, cfg Config) (missing []string, err error) {
 		review.Spec.Attributes = map[string]string{"verb": r[0], "resource": resource, "subresource": sub}
 		body, err := json.Marshal(review)
 		if err == nil {
-			body, err = c.call(ctx, configMapTimeout, request{
-				method: http.MethodPost, group: "authorization.k8s.io", path: "selfsubjectaccessreviews", accept: acceptJSON, content: sendJSON, body: body,
-			})
-		}
-		if err == nil {
-			err = json.Unmarshal(body, &review)
+			err = c.callJSON(ctx, configMapTimeout, request{
+				method: http.MethodPost, group: "authorization.k8s.io", path: "selfsubjectaccessreviews", content: sendJSON, body: body,
+			}, &review)
 		}
 		if err != nil {
 			return nil, fmt.Errorf("ask for the right to %s %s: %w", r[0], r[1], err)
@@ -175,15 +172,9 @@ func NetConfig(ctx context.Context, cfg Config, namespace, name string) ([]byte,
 		return nil, err
 	}
 	defer c.renew()
-	body, err := c.call(ctx, configMapTimeout, request{
-		path: "namespaces/" + url.PathEscape(namespace) + "/configmaps/" + url.PathEscape(name), accept: acceptJSON,
-	})
-
 	var found struct{ Data map[string]string }
-	if err == nil {
-		err = json.Unmarshal(body, &found)
-	}
-	if err != nil {
+	r := request{path: "namespaces/" + url.PathEscape(namespace) + "/configmaps/" + url.PathEscape(name)}
+	if err := c.callJSON(ctx, configMapTimeout, r, &found); err != nil {
 		return nil, fmt.Errorf("read ConfigMap %s/%s: %w", namespace, name, err)
 	}
 	text, ok := found.Data[netConf]

@@ -4,6 +4,7 @@ package kube
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -16,6 +17,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -267,14 +269,25 @@ func (c *client) call(ctx context.Context, timeout time.Duration, r request) (bo
 
 func (c *client) callOnce(ctx context.Context, r request) ([]byte, error) {
 	resp, err := c.do(ctx, r)
-	var body []byte
-	if err == nil {
-		defer resp.Body.Close()
-		if body, err = io.ReadAll(io.LimitReader(resp.Body, wire.MaxObject)); err != nil {
-			err = c.explain(err)
-		}
+	if err != nil {
+		return nil, err
 	}
-	return body, err
+	defer resp.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(resp.Body, wire.MaxObject))
+	if err != nil {
+		return nil, c.explain(err)
+	}
+	return body, nil
+}
+
+// callJSON is like call, and decodes the answer into to.
+func (c *client) callJSON(ctx context.Context, timeout time.Duration, r request, to any) error {
+	r.accept = cmp.Or(r.accept, acceptJSON)
+	body, err := c.call(ctx, timeout, r)
+	if err != nil {
+		return err
+	}
+	return json.Unmarshal(body, to)
 }
 
 // apiError is a failure of the API server, or of the connection to it. It can pass.
@@ -299,10 +312,10 @@ func (e *apiError) Unwrap() error { return e.cause }
 // Kind implements outage.Failure.
 func (e *apiError) Kind() string { return e.kind }
 
-// hasCode reports whether err is an answer with that HTTP status.
-func hasCode(err error, code int) bool {
+// hasCode reports whether err is an answer with one of these HTTP statuses.
+func hasCode(err error, codes ...int) bool {
 	e, ok := errors.AsType[*apiError](err)
-	return ok && e.code == code
+	return ok && slices.Contains(codes, e.code)
 }
 
 // isTooLarge reports whether err is the answer of a server that has not reached the requested resource
@@ -331,8 +344,8 @@ func passes(err error) bool {
 // overloaded reports whether err comes from a server that cannot keep up: a refusal with 429, 503
 // or 504, or no answer before the deadline.
 func overloaded(err error) bool {
-	return hasCode(err, http.StatusTooManyRequests) || hasCode(err, http.StatusServiceUnavailable) ||
-		hasCode(err, http.StatusGatewayTimeout) || errors.Is(err, context.DeadlineExceeded)
+	return hasCode(err, http.StatusTooManyRequests, http.StatusServiceUnavailable, http.StatusGatewayTimeout) ||
+		errors.Is(err, context.DeadlineExceeded)
 }
 
 // explain converts an error of the connection to the server to an apiError, whose text is one line
@@ -365,61 +378,44 @@ func (c *client) explain(err error) error {
 // refusal returns the error that an answer with a status of 300 or more means.
 func (c *client) refusal(resp *http.Response) error {
 	body, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<20)) // a part of the body is better than nothing
-	var e apiError
-	if status, err := wire.DecodeStatus(body); err == nil {
-		e = fromStatus(status)
-	} else if err := e.readJSON(body); err != nil {
-		e.message = subnet.Shorten(string(body))
+	status, err := wire.DecodeStatus(body)
+	if err != nil {
+		status = statusFromJSON(body)
 	}
-	e.code = resp.StatusCode
-	return c.complete(e, resp.Header.Get("Retry-After"))
+	status.Code = resp.StatusCode
+	return c.refused(status, resp.Header.Get("Retry-After"))
 }
 
-// readJSON fills e from a Status in JSON. An API server sends JSON instead of protobuf if the
-// request asked for metadata, because a Status has no form of metadata.
-func (e *apiError) readJSON(body []byte) error {
-	var status struct {
+// statusFromJSON decodes a Status in JSON. An API server sends JSON instead of protobuf if the
+// request asked for metadata, because a Status has no form of metadata. Another body becomes the message.
+func statusFromJSON(body []byte) *wire.StatusError {
+	var in struct {
 		Message string
 		Details struct{ Causes []struct{ Reason string } }
 	}
-	if err := json.Unmarshal(body, &status); err != nil {
-		return err
+	if err := json.Unmarshal(body, &in); err != nil {
+		return &wire.StatusError{Message: subnet.Shorten(string(body))}
 	}
-	e.message = status.Message
-	for _, cause := range status.Details.Causes {
-		e.addCause(cause.Reason)
+	status := &wire.StatusError{Message: in.Message}
+	for _, cause := range in.Details.Causes {
+		status.Causes = append(status.Causes, cause.Reason)
 	}
-	return nil
+	return status
 }
 
 // tooLargeMessage is part of the message if the server has not reached the requested resource
 // version. API servers before 1.18.6 name no cause.
 const tooLargeMessage = "Too large resource version"
 
-// fromStatus returns the error that a Status describes. complete adds the rest.
-func fromStatus(s *wire.StatusError) apiError {
-	e := apiError{code: s.Code, message: s.Message}
-	for _, cause := range s.Causes {
-		e.addCause(cause)
+// refused returns the error that a Status describes. retryAfter is the value of the header.
+func (c *client) refused(s *wire.StatusError, retryAfter string) error {
+	message := cmp.Or(s.Message, http.StatusText(s.Code))
+	e := &apiError{
+		host: c.host, kind: "HTTP " + strconv.Itoa(s.Code), code: s.Code, message: fmt.Sprintf("%d %s", s.Code, message),
+		tooLarge: slices.Contains(s.Causes, "ResourceVersionTooLarge") || strings.Contains(message, tooLargeMessage),
 	}
-	return e
-}
-
-// addCause records the reason of one of the causes in a Status.
-func (e *apiError) addCause(cause string) {
-	e.tooLarge = e.tooLarge || cause == "ResourceVersionTooLarge"
-}
-
-func (c *client) complete(e apiError, retryAfter string) error {
-	e.host = c.host
-	if e.message == "" {
-		e.message = http.StatusText(e.code)
-	}
-	e.tooLarge = e.tooLarge || strings.Contains(e.message, tooLargeMessage)
-	e.message = fmt.Sprintf("%d %s", e.code, e.message)
-	e.kind = "HTTP " + strconv.Itoa(e.code)
 	if seconds, err := strconv.Atoi(retryAfter); err == nil && seconds > 0 {
 		e.retryAfter = min(time.Duration(seconds)*time.Second, time.Minute)
 	}
-	return &e
+	return e
 }

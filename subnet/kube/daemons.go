@@ -4,7 +4,6 @@ package kube
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
 	"net/http"
@@ -49,13 +48,6 @@ func FindDaemons(ctx context.Context, cfg Config, namespace, selector string) (*
 // list reads one page of pods, and adds those that run to d.pods. page is the token of that page,
 // and empty for the first one. next is the token of the next page, and empty if there is none.
 func (d *Daemons) list(ctx context.Context, selector, page string) (next string, err error) {
-	body, err := d.client.call(ctx, podsTimeout, request{
-		path: "namespaces/" + url.PathEscape(d.namespace) + "/pods", accept: acceptJSON,
-		query: url.Values{"labelSelector": {selector}, "limit": {podsPage}, "continue": {page}},
-	})
-	if err != nil {
-		return "", err
-	}
 	var found struct {
 		Metadata struct{ Continue string }
 		Items    []struct {
@@ -64,7 +56,11 @@ func (d *Daemons) list(ctx context.Context, selector, page string) (next string,
 			Status   struct{ Phase string }
 		}
 	}
-	if err := json.Unmarshal(body, &found); err != nil {
+	err = d.client.callJSON(ctx, podsTimeout, request{
+		path:  "namespaces/" + url.PathEscape(d.namespace) + "/pods",
+		query: url.Values{"labelSelector": {selector}, "limit": {podsPage}, "continue": {page}},
+	}, &found)
+	if err != nil {
 		return "", err
 	}
 

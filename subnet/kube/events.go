@@ -10,7 +10,6 @@ import (
 	"math/rand/v2"
 	"net/url"
 	"strings"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -22,13 +21,10 @@ import (
 // eventSender creates Events about this host's Node, for operators. It drops an Event that cannot be
 // created because the role does not permit it or the server is unavailable.
 type eventSender struct {
-	client    *client
-	timing    *timing
-	name, uid *atomic.Pointer[string] // of this host's Node: see Manager
-	nodes     *atomic.Int64           // see Manager
-	queue     chan event
-	limit     *rate.Limiter
-	sent      map[event]time.Time // when each Event was created last; only the goroutine of run uses it
+	*Manager
+	queue chan event
+	limit *rate.Limiter
+	sent  map[event]time.Time // when each Event was created last; only the goroutine of run uses it
 }
 
 type event struct{ reason, message string }
@@ -42,16 +38,16 @@ const (
 	maxEvent       = 1000          // bytes of a message: the API accepts 1024
 )
 
-func newEventSender(c *client, t *timing, name, uid *atomic.Pointer[string], nodes *atomic.Int64) *eventSender {
-	return &eventSender{
-		client: c, timing: t, name: name, uid: uid, nodes: nodes,
-		queue: make(chan event, eventBurst), limit: rate.NewLimiter(rate.Every(eventEvery), eventBurst), sent: map[event]time.Time{},
-	}
+func newEventSender(m *Manager) *eventSender {
+	return &eventSender{m, make(chan event, eventBurst), rate.NewLimiter(rate.Every(eventEvery), eventBurst), map[event]time.Time{}}
 }
 
-func (r *eventSender) enqueue(reason, message string) {
+// Warn implements subnet.Warner: it queues an Event about this host's Node. The sender runs during
+// Keep. It drops the Event if the same one was created within eventRepeat, if there are many
+// others, or if there is no own Node.
+func (m *Manager) Warn(reason, message string) {
 	select {
-	case r.queue <- event{reason, message}:
+	case m.events.queue <- event{reason, message}:
 	default: // too many wait already
 	}
 }
@@ -91,9 +87,9 @@ func (r *eventSender) createOnce(ctx context.Context, e event) {
 			delete(r.sent, old)
 		}
 	}
-	if uid := *r.uid.Load(); uid != "" {
+	if s := r.seen.Load(); s != nil && s.exists {
 		r.sent[e] = time.Now()
-		r.sendNow(ctx, uid, e.reason, e.message)
+		r.sendNow(ctx, s.uid, e.reason, e.message)
 	}
 }
 

@@ -5,7 +5,7 @@ package kube
 import (
 	"bytes"
 	"compress/gzip"
-	"errors"
+	"context"
 	"fmt"
 	"io"
 	"net/http"
@@ -124,12 +124,12 @@ func emulated(name string, nodes int, c *countingServer) *Manager {
 	m := &Manager{
 		client: &client{random: randomTime, base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
 		outage: loglimit.NewOutage("the API", nil), keys: defaultKeys(), decoder: newDecoder(defaultKeys()),
-		timing: timing{request: time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second, requestPause: 100 * time.Microsecond, event: 10 * time.Millisecond},
+		timing: timing{request: time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second, vary: 0.5, requestPause: 100 * time.Microsecond, event: 10 * time.Millisecond, silence: time.Hour, late: time.Hour},
 	}
 	m.name.Store(&name)
-	m.uid.Store(&name)
+	m.seen.Store(&ownNode{exists: true, uid: name})
 	m.nodes.Store(int64(nodes))
-	m.events = newEventSender(m.client, &m.timing, &m.name, &m.uid, &m.nodes)
+	m.events = newEventSender(m)
 	return m
 }
 
@@ -238,20 +238,13 @@ func TestRequestsForNodesAreSpread(t *testing.T) {
 		}
 		cache.entries["1"].notes[annotation.Managed] = annotation.Note{Text: "true", Present: true}
 		for range daemons {
-			f := newFetcher(emulated("n0", nodes, c), cache)
+			f := newFollower(emulated("n0", nodes, c), cache, func(subnet.Update) {})
+			f.request("1")
+			ended := make(chan error, 1)
+			context.AfterFunc(t.Context(), func() { ended <- nil })
 			go func() {
 				defer f.wg.Wait()
-				f.request("1")
-				for {
-					select {
-					case <-f.due.C:
-						f.flush(t.Context())
-					case got := <-f.answers:
-						f.applyAnswer(got)
-					case <-t.Context().Done():
-						return
-					}
-				}
+				_ = f.run(t.Context(), ended)
 			}()
 		}
 		within := func(what string, from time.Duration) {
@@ -270,64 +263,5 @@ func TestRequestsForNodesAreSpread(t *testing.T) {
 		free.Store(true)
 		time.Sleep(2 * time.Second)
 		within("after a refusal", 800*time.Millisecond)
-	})
-}
-
-// TestProbe expects that a silent watch is stale only if it has not reached the last change of this
-// host's Node. A stale watch is an outage, which must end with an event of that revision, and not
-// before.
-func TestProbe(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		c := &countingServer{answer: func(*http.Request) *http.Response {
-			own := newNode("n0", 1)
-			own.ResourceVersion = "7"
-			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(wiretest.List(t, "9", "", own)))}
-		}}
-		m := emulated("n0", 1, c)
-		var statuses []error
-		m.outage = loglimit.NewOutage("the API", func(err error) { statuses = append(statuses, err) })
-		m.timing.silence, m.timing.late = 2*time.Minute, 10*time.Second
-		cache := &nodeCache{own: "n0", revision: 7}
-		p := newProbe(m, cache)
-		var wg sync.WaitGroup
-		next := func() error {
-			t.Helper()
-			select {
-			case <-p.due.C:
-				return p.fire(t.Context(), &wg)
-			case s := <-p.got:
-				p.applyAnswer(s)
-			}
-			return nil
-		}
-		// The watch has reached the last change, and is silent because nothing has changed in the
-		// store since then.
-		for range 6 {
-			if err := next(); err != nil {
-				t.Fatal(err)
-			}
-		}
-		cache.revision = 6
-		var stale error
-		for stale == nil {
-			stale = next()
-		}
-		if !errors.Is(stale, errStale) {
-			t.Fatalf("a watch that is behind fails with %v, want %v", stale, errStale)
-		}
-		m.report(t.Context(), watching, stale) // as Watch does
-		cache.stale = true
-		p.applyEvent(t.Context())
-		if !cache.stale {
-			t.Error("the watch counts as up to date before it has reached the store")
-		}
-		cache.revision = 7
-		p.applyEvent(t.Context())
-		if cache.stale {
-			t.Error("the watch counts as stale after it has reached the store")
-		}
-		if want := []error{stale, nil}; !slices.Equal(statuses, want) {
-			t.Errorf("the statuses are %v, want %v", statuses, want)
-		}
 	})
 }

@@ -230,7 +230,7 @@ func (m *Manager) await(ctx context.Context, s *ownNode, alive func(), changed f
 			return errOwnChanged
 		}
 		now := newOwnNode(e.Node, e.Node.Revision)
-		m.internal.Store(&now.internal)
+		m.seen.Store(now)
 		if changed(now) {
 			return errOwnChanged
 		}

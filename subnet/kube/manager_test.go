@@ -894,29 +894,6 @@ func requestsNode(r *http.Request, name string) bool {
 	return r.URL.Query().Get("fieldSelector") == "metadata.name="+name
 }
 
-// TestWatchEndsWhileANodeIsRequested closes the connections of a watch and of its request for a
-// Node before the answer to that request has come. The next watch must request the Node again.
-func TestWatchEndsWhileANodeIsRequested(t *testing.T) {
-	f, p, w := watchedThroughProxy(t)
-	asked := make(chan struct{}, 1)
-	p.answer(func(_ http.ResponseWriter, r *http.Request) bool {
-		if !requestsNode(r, "node3") {
-			return false
-		}
-		select {
-		case asked <- struct{}{}:
-			<-r.Context().Done()
-			return true
-		default:
-			return false
-		}
-	})
-	f.peer(t, 3)
-	<-asked
-	p.CloseClientConnections()
-	w.Until(t, "the peer", subnettest.Has("node3"))
-}
-
 // TestPodCIDRComesWhileANodeIsRequested gives a Node its podCIDR after the server has prepared the
 // answer to a request for the Node, and before that answer arrives. The manager must request the
 // Node again.
@@ -947,29 +924,6 @@ func TestPodCIDRComesWhileANodeIsRequested(t *testing.T) {
 	w.Until(t, "a peer that came after the podCIDR", subnettest.Has("node4"))
 	close(release)
 	w.Until(t, "both", subnettest.Has("node3", "node4"))
-}
-
-func TestRevisionTooOld(t *testing.T) {
-	f := newFixture(t, sharedServer(t))
-	f.setConfig(t, configV4)
-	f.peer(t, 2)
-	p := newProxy(t, f.server)
-	m := f.started(t, func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
-	w := subnettest.Watch(t, m)
-	first := w.Until(t, "the peer", subnettest.Has("node2"))
-	p.answer(func(w http.ResponseWriter, r *http.Request) bool {
-		return r.URL.Query().Has("watch") && status(http.StatusGone)(w, r)
-	})
-	p.CloseClientConnections()
-	f.deleteNode(t, "node2")
-	f.peer(t, 3)
-	w.Until(t, "what a new list says", subnettest.Has("node3"))
-	p.answer(nil)
-	f.peer(t, 4)
-	last := w.Until(t, "what a new watch says", subnettest.Has("node3", "node4"))
-	if last.Store.ID != first.Store.ID || last.Store.Revision <= first.Store.Revision {
-		t.Errorf("the store went from %+v to %+v", first.Store, last.Store)
-	}
 }
 
 // TestWatchesThatDoNotLast expects pauses between watches that the server accepts and ends at once.

@@ -26,28 +26,44 @@ import (
 // server's own cache.
 type nodeCache struct {
 	keys    *annotation.Keys
-	own     string            // name of this host's Node
+	own     string            // name of this host's Node; empty until the cache was current for the first time
 	entries map[string]*entry // by name; nil if nothing is known
-	store   subnet.StoreID
 	// problems limits the log lines about Nodes that cannot be read.
 	problems *loglimit.Changes
-	// revision is the revision up to which the cache has all events; 0: the Nodes must be listed.
-	revision    int64
-	listed      bool // this process has listed the Nodes
-	current     bool // the last watch has ended without an error
-	stale       bool // the last watch was stale, and the present one has not brought the required events yet
-	behind      bool // when the Nodes were listed, the server's cache was behind its store; the watch has brought no event yet
-	same        bool // used while the cache is filled from a list: a Node of the former cache still exists
-	lastChanged lastChange
-	// lastKnownMark is the mark of the last known state, until it was compared with the store; nil:
-	// none.
-	lastKnownMark *mark
-	// restored is the revision of the last known state that the cache began with, until an audit
-	// has compared it; 0: there was none. Entries of that state have no uid.
-	restored int64
-	auditAt  time.Time
-	deleted  map[string]struct{} // names of Nodes that were deleted since an audit began to read a list
+	standing standing
+	// store is the store, with the revision up to which the cache has all events.
+	store       subnet.StoreID
+	server      serverCache
+	lastChanged lastChange // of the Nodes in the cache
+	mark        mark       // of the last known state, while the cache is lastKnown
+	// auditAt is when the last known state with which the cache has begun is compared with the Nodes. It is zero
+	// if there was none, or it was compared. Until then entries may have no uid.
+	auditAt time.Time
+	deleted map[string]struct{} // names of Nodes that were deleted since an audit began to read a list
 }
+
+// standing says what Watch can do with a cache.
+//
+//	lastKnown ---- the state is not that of the store ----> outdated <---- the watch cannot be
+//	    |                                                      |           continued, or is stale
+//	    | the store had this state                             | list          |
+//	    +----------------------------------------------------> current ---------+
+type standing int
+
+const (
+	outdated  standing = iota // the Nodes must be listed; the cache may be empty
+	lastKnown                 // the cache has the last known state, which the store may not have
+	current                   // a watch can continue from the revision of the cache
+)
+
+// serverCache says what is known of the server's cache. An event of the required revision shows that it is up to date.
+type serverCache int
+
+const (
+	upToDate serverCache = iota
+	behind               // when the Nodes were listed, the list had to come from the store
+	stale                // the last watch was stale: see follower
+)
 
 // entry is what the cache knows of one Node.
 type entry struct {
@@ -65,7 +81,6 @@ type entry struct {
 	partialErr    error         // why a family of the Node is missing in the lease, or still has its former endpoint there
 	lease         *subnet.Lease // the last lease that could be read, nil if there was none; read-only
 	fresh         bool          // lease has changed and has to be published
-	held          bool          // a held peer of the last known state: the store has lost its Node
 	loggedProblem string        // the problem that was logged last; empty if there is none
 }
 
@@ -100,17 +115,12 @@ func (e *entry) managed() bool { return e.notes[annotation.Managed].Text == "tru
 func (c *nodeCache) required(s *ownNode) int64 {
 	known := max(c.store.Revision, s.version)
 	switch {
-	case known > s.revision, c.stale:
+	case known > s.revision, c.server == stale:
 		return 0
 	case known == 0:
 		return s.revision
 	}
 	return known
-}
-
-func (c *nodeCache) hasNode(name, uid string) bool {
-	e := c.entries[name]
-	return e != nil && e.uid == uid
 }
 
 // lastChangeOf returns the last change of the Node with that name. It is zero if the cache does not
@@ -124,22 +134,20 @@ func (c *nodeCache) lastChangeOf(name string) lastChange {
 
 // successor returns an empty cache, which replaces c after it was filled from a list.
 func (c *nodeCache) successor() *nodeCache {
-	return &nodeCache{keys: c.keys, problems: c.problems, entries: make(map[string]*entry, len(c.entries)), listed: true, stale: c.stale}
+	return &nodeCache{keys: c.keys, problems: c.problems, entries: make(map[string]*entry, len(c.entries)), server: c.server}
 }
 
 // put puts a Node of a list into the cache, together with what old, the former cache, knows of it.
-// full means that n contains the spec.
-func (c *nodeCache) put(n *wire.Node, full bool, old *nodeCache) {
-	e := &entry{}
-	if known := old.entries[string(n.Name)]; known != nil && known.isNode(n) {
+// full means that n contains the spec. put reports whether the former cache has this Node.
+func (c *nodeCache) put(n *wire.Node, full bool, old *nodeCache) (same bool) {
+	e := &entry{name: string(n.Name)}
+	if known := old.entries[e.name]; known != nil && known.isNode(n) {
 		*e = *known
-		c.same = true
-	} else {
-		e.name = string(n.Name)
+		same = true
 	}
 	c.entries[e.name] = e
 	c.set(e, n, full)
-	e.fresh = false // all of the cache will be published
+	return same
 }
 
 // isNode reports whether n is the Node of e, and not a later one with its name. It compares the
@@ -151,17 +159,24 @@ func (e *entry) isNode(n *wire.Node) bool {
 	return e.uid == string(n.UID)
 }
 
-// complete sets what a new cache contains besides the Nodes of a list: l is the rest of the list,
-// and s this host's Node. The store counts as the same as before if one Node still exists, because uids
+// complete makes a new cache current. l is the rest of the list, and s this host's Node. The caller sets same
+// if a Node of the former cache still exists. The store counts as the same as before then, because uids
 // are unique and two Nodes rarely have the same name and creation time.
-func (c *nodeCache) complete(own string, l listing, s *ownNode, old *nodeCache) {
-	c.own, c.revision, c.behind = own, l.Revision, l.behind || c.stale
+func (c *nodeCache) complete(own string, l listing, s *ownNode, old *nodeCache, same bool) {
+	c.own = own
+	c.standing = current
 	c.lastChanged = c.lastChangeOf(own)
-	c.store = subnet.StoreID{ID: s.uid, Revision: l.Revision}
-	if c.same && old.store.ID != "" {
+	c.store = subnet.StoreID{ID: cmp.Or(s.uid, "without-"+own), Revision: l.Revision}
+	if same && old.store.ID != "" {
 		c.store.ID = old.store.ID
-	} else if c.store.ID == "" {
-		c.store.ID = "without-" + c.own
+	}
+
+	switch {
+	case c.server == stale:
+	case l.behind:
+		c.server = behind
+	default:
+		c.server = upToDate
 	}
 }
 
@@ -251,7 +266,7 @@ func (c *nodeCache) decode(e *entry) {
 
 	// The first list does not say when a lease was written: the version of a Node also changes when
 	// the kubelet reports. A lease that differs from the one known before was written later than that.
-	if e.lease != nil || c.revision > 0 {
+	if e.lease != nil || c.standing == current {
 		l.Claimed = uint64(e.version)
 	}
 	e.lease = l
@@ -280,16 +295,18 @@ func sameJSON(x, y json.RawMessage) bool {
 // "". It returns errRelist if the store is older than it was.
 func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
 	n := ev.Node
-	revision := ev.Node.Revision
-	if revision < c.revision {
+	revision := n.Revision
+	if revision < c.store.Revision {
 		if ev.Type == wire.Bookmark {
 			return "", errRelist
 		}
 		return "", nil
 	}
 
-	c.revision = revision
-	c.behind = false
+	c.store.Revision = revision
+	if c.server == behind {
+		c.server = upToDate
+	}
 	if ev.Type == wire.Bookmark {
 		return "", nil
 	}
@@ -363,12 +380,19 @@ func (c *nodeCache) publish(ctx context.Context, name string, sink func(subnet.U
 		return
 	}
 
-	c.store.Revision = c.revision
 	u := c.update(changed)
 	if e != nil && e.err != nil && e.lease != nil {
 		u.Undecodable = []string{name}
 	}
 	sink(u)
+}
+
+// publishAll publishes the whole cache.
+func (c *nodeCache) publishAll(sink func(subnet.Update)) {
+	for _, e := range c.entries {
+		e.fresh = false
+	}
+	sink(c.update(nil))
 }
 
 // update returns the update to publish. changed has the leases that have changed, by the name of
@@ -403,7 +427,7 @@ func (e *entry) problem() string {
 // logUnreadable logs when a Node becomes unreadable, when the reason changes, and when the Node can
 // be read again. It reports whether one of these happened.
 func (c *nodeCache) logUnreadable(ctx context.Context, name string, before, now *entry) bool {
-	if before != nil {
+	if before != nil && before != now {
 		now.loggedProblem = before.loggedProblem
 	}
 

@@ -122,7 +122,7 @@ func TestChangesAndSnapshotsAgree(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
 	w := &randomStore{t: t, rnd: rand.New(rand.NewPCG(seed, 0)), d: newDecoder(defaultKeys()), nodes: map[string]*corev1.Node{}}
-	w.v = &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}, store: subnet.StoreID{ID: "s"}}
+	w.v = &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}, store: subnet.StoreID{ID: "s"}, standing: current}
 	w.sink(w.v.update(nil))
 	same := cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})
 	for i := range 5000 {
@@ -144,40 +144,6 @@ func TestChangesAndSnapshotsAgree(t *testing.T) {
 		if good && w.bySnapshot.Lease(name) == nil {
 			t.Errorf("no peer for node %+v", n)
 		}
-	}
-}
-
-// TestMangledFamilyIsLoggedOnce expects one line about a family that cannot be read, even if its
-// Node changes often, and one line when the family can be read again.
-func TestMangledFamilyIsLoggedOnce(t *testing.T) {
-	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
-	ctx := klog.NewContext(t.Context(), logger)
-	d := newDecoder(defaultKeys())
-	cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}
-	n := newNode("n1", 1)
-	n.Spec.PodCIDRs = []string{"10.5.1.0/24", "fd00:5::/64"}
-	n.Annotations = map[string]string{
-		annotationKey("kube-subnet-manager"): "true", annotationKey("public-ip"): "192.0.2.1", annotationKey("public-ipv6"): "nonsense",
-	}
-	tell := func(kind, key, value string) {
-		t.Helper()
-		cache.revision++
-		n.ResourceVersion, n.Annotations[annotationKey(key)] = strconv.FormatInt(cache.revision, 10), value
-		name, err := cache.advance(wiretest.DecodeEvent(t, d, kind, n))
-		if err != nil {
-			t.Fatal(err)
-		}
-		cache.publish(ctx, name, func(subnet.Update) {})
-	}
-	tell(wire.Added, "other", "")
-	cache.applyAnswer(fetched{nodeRequest{names: []string{"n1"}}, map[string]*ownNode{"n1": newOwnNode(wiretest.Decode(t, d, n, false), 0)}})
-	cache.publish(ctx, "n1", func(subnet.Update) {})
-	tell(wire.Modified, "other", "x")
-	tell(wire.Modified, "public-ip", "192.0.2.2")
-	tell(wire.Modified, "public-ipv6", "2001:db8::1")
-	log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
-	if in, out := strings.Count(log, "public-ipv6"), strings.Count(log, "can be read again"); in != 1 || out != 1 {
-		t.Errorf("%d lines name the annotation and %d say that it is good again, want one each:\n%s", in, out, log)
 	}
 }
 
@@ -206,8 +172,8 @@ func TestUnusablePodCIDRsOfUnmanagedNode(t *testing.T) {
 	n.Spec.PodCIDRs = []string{"10.5.1.0/24", "10.5.2.0/24", "10.5.3.0/24"}
 	cache.put(wiretest.Decode(t, d, n, false), true, &nodeCache{})
 	for _, managed := range []string{"", "true", "", "true"} {
-		cache.revision++
-		n.ResourceVersion, n.Annotations[annotationKey("kube-subnet-manager")] = strconv.FormatInt(cache.revision, 10), managed
+		cache.store.Revision++
+		n.ResourceVersion, n.Annotations[annotationKey("kube-subnet-manager")] = strconv.FormatInt(cache.store.Revision, 10), managed
 		if _, err := cache.advance(wiretest.DecodeEvent(t, d, wire.Modified, n)); err != nil {
 			t.Fatal(err)
 		}
@@ -233,6 +199,7 @@ func TestHeartbeatsAllocateNothing(t *testing.T) {
 		annotationKey("backend-data"): `{"VtepMAC":"02:00:00:00:00:01"}`, "volumes.kubernetes.io/controller-managed-attach-detach": "true",
 	}
 	cache.put(wiretest.Decode(t, d, n, false), true, &nodeCache{})
+	cache.publishAll(func(subnet.Update) {})
 	n.ResourceVersion = "1000000"
 	heartbeat := wiretest.DecodeEvent(t, d, wire.Modified, n)
 	allocs := testing.AllocsPerRun(1000, func() {
@@ -243,7 +210,7 @@ func TestHeartbeatsAllocateNothing(t *testing.T) {
 	if allocs > 0 {
 		t.Errorf("%v allocations for a heartbeat", allocs)
 	}
-	if cache.revision != 1000000 {
-		t.Errorf("the cache is at %d", cache.revision)
+	if cache.store.Revision != 1000000 {
+		t.Errorf("the cache is at %d", cache.store.Revision)
 	}
 }

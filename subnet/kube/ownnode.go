@@ -3,11 +3,18 @@
 package kube
 
 import (
+	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"net/netip"
+	"net/url"
 	"slices"
 	"time"
 
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
@@ -97,4 +104,157 @@ func endpointsOn(cfg subnet.Config, c subnet.Claim, cidrs []netip.Prefix) ([]sub
 		es = append(es, e)
 	}
 	return es, nil
+}
+
+// readNode requests one Node in the state of revision or a later one, or of the present if it is 0.
+// If the Node does not exist, the field exists of the result is false. readNode sends a list
+// request, because early roles of flannel do not permit get. The server needs no more time for that
+// than for a get request.
+func (m *Manager) readNode(ctx context.Context, name string, revision int64) (*ownNode, error) {
+	s := &ownNode{}
+	l, err := m.readNodes(ctx, query{name: name, revision: revision}, func(_ string, got *ownNode) { s = got })
+	if err != nil {
+		return nil, fmt.Errorf("read node %s: %w", name, err)
+	}
+	s.revision, s.read, s.ready = l.Revision, time.Now(), m.ready()
+	return s, nil
+}
+
+// readNodes requests the few Nodes that q selects, with the usual deadline, and calls on for each
+// of them.
+func (m *Manager) readNodes(ctx context.Context, q query, on func(name string, s *ownNode)) (l listing, err error) {
+	err = m.client.patiently(ctx, m.timing.request, func(ctx context.Context) (err error) {
+		l, err = m.client.list(ctx, m.decoder, q, func(n *wire.Node) { on(string(n.Name), newOwnNode(n, 0)) })
+		return err
+	})
+	if errors.Is(err, context.DeadlineExceeded) {
+		err = m.client.explain(err)
+	}
+	return l, err
+}
+
+// readOwn reads this host's Node, and the revision of the store, in one small request: the server reads
+// only this key from its store. It keeps the Node in m.justRead.
+func (m *Manager) readOwn(ctx context.Context) (*ownNode, error) {
+	name, err := m.nodeName(ctx)
+	if err != nil {
+		return nil, err
+	}
+	s, err := m.readNode(ctx, name, 0)
+	if err == nil {
+		m.justRead.Store(s)
+		m.seen.Store(s)
+	}
+	return s, err
+}
+
+// recent returns this host's Node. If another method has read the Node less than timing.fresh ago, and
+// no earlier call of recent has returned the result, recent returns that result. If not, it reads
+// the Node.
+func (m *Manager) recent(ctx context.Context) (*ownNode, error) {
+	if s := m.justRead.Swap(nil); s != nil && time.Since(s.read) < m.timing.fresh {
+		return s, nil
+	}
+	return m.readOwn(ctx)
+}
+
+// nodeName returns the name of this host's Node. If Config does not contain it, nodeName reads it from
+// this pod.
+func (m *Manager) nodeName(ctx context.Context) (string, error) {
+	if name := m.name.Load(); name != nil {
+		return *name, nil
+	}
+
+	var pod struct{ Spec struct{ NodeName string } }
+	r := request{path: "namespaces/" + url.PathEscape(m.cfg.PodNamespace) + "/pods/" + url.PathEscape(m.cfg.PodName)}
+	err := m.client.callJSON(ctx, m.timing.request, r, &pod)
+	if passes(err) || err != nil && ctx.Err() != nil {
+		return "", fmt.Errorf("ask pod %s/%s for its node: %w", m.cfg.PodNamespace, m.cfg.PodName, err)
+	}
+	if err != nil || pod.Spec.NodeName == "" {
+		return "", m.client.explain(fmt.Errorf("%w: pod %s/%s names no node", wire.ErrMalformed, m.cfg.PodNamespace, m.cfg.PodName))
+	}
+	m.name.Store(&pod.Spec.NodeName)
+	return pod.Spec.NodeName, nil
+}
+
+// wanted returns the annotations with which the Node s publishes c. Addresses in the annotations
+// public-ip-overwrite and public-ipv6-overwrite replace those of c. If such an annotation cannot be
+// used, wrong says why, and n has the address of c.
+func (m *Manager) wanted(s *ownNode, c subnet.Claim) (n annotation.Notes, wrong error) {
+	n = annotation.Encode(c)
+	for _, f := range families {
+		of := annotation.Of(f)
+		if text := s.notes[of.Overwrite].Text; text != "" && n[of.Public].Present {
+			own, _ := prefix.OfFamily(s.cidrs, f)
+			a, err := parsePublic(f, own, text)
+			if err != nil {
+				wrong = oneline.Join(wrong, fmt.Errorf("annotation %s: %w", m.keys[of.Overwrite], err))
+				continue
+			}
+			n[of.Public].Text = a.String()
+		}
+	}
+	return n, wrong
+}
+
+// warnIgnored logs an error in the annotations of an administrator and creates an Event, unless the
+// error is the same as in the last call.
+func (m *Manager) warnIgnored(ctx context.Context, wrong error) {
+	text := textOf(wrong)
+	if before := m.ignores.Swap(&text); *before != text && wrong != nil {
+		m.reportIgnored(ctx, wrong)
+	}
+}
+
+// reportIgnored logs that an annotation is ignored, and creates an Event, so that an administrator
+// checks the annotation.
+func (m *Manager) reportIgnored(ctx context.Context, wrong error) {
+	klog.FromContext(ctx).Error(wrong, "an annotation of this node is ignored", "node", *m.name.Load())
+	m.Warn("FlannelAnnotationIgnored", wrong.Error())
+}
+
+// patch sends a patch of this host's Node's status, which may also change annotations. flannel's role
+// permits only that.
+func (m *Manager) patch(ctx context.Context, name string, body any) error {
+	text, err := json.Marshal(body)
+	if err != nil {
+		return err
+	}
+	_, err = m.client.call(ctx, m.timing.request, request{
+		method: "PATCH", path: "nodes/" + url.PathEscape(name) + "/status",
+		accept: acceptMetadata, content: sendPatch, body: text,
+	})
+	return err
+}
+
+// annotate writes annotations of this host's Node.
+func (m *Manager) annotate(ctx context.Context, name string, changes map[string]*string) error {
+	if err := m.patch(ctx, name, map[string]any{"metadata": map[string]any{"annotations": changes}}); err != nil {
+		return fmt.Errorf("annotate node %s: %w", name, err)
+	}
+	return nil
+}
+
+// nodeCondition is a condition in the form of the API.
+type nodeCondition struct {
+	Type               string    `json:"type"`
+	Status             string    `json:"status"`
+	LastHeartbeatTime  time.Time `json:"lastHeartbeatTime"`
+	LastTransitionTime time.Time `json:"lastTransitionTime"`
+	Reason             string    `json:"reason"`
+	Message            string    `json:"message"`
+}
+
+// announce sets the condition NetworkUnavailable of this host's Node to False.
+func (m *Manager) announce(ctx context.Context, name string) error {
+	now := time.Now().UTC().Truncate(time.Second)
+	c := nodeCondition{
+		Type: wire.NetworkUnavailable, Status: "False", LastHeartbeatTime: now, LastTransitionTime: now,
+		Reason: "FlannelIsUp", Message: "Flannel is running on this node",
+	}
+	if err := m.patch(ctx, name, map[string]any{"status": map[string]any{"conditions": []nodeCondition{c}}}); err != nil {
+		return fmt.Errorf("set condition %s of node %s: %w", wire.NetworkUnavailable, name, err)
+	}
+	return nil
 }

@@ -4,7 +4,6 @@ package kube
 
 import (
 	"context"
-	"encoding/json"
 	"net/http"
 	"net/url"
 
@@ -24,7 +23,7 @@ func (m *Manager) warnPolicies(ctx context.Context) {
 	for {
 		name, err := m.somePolicy(ctx)
 		switch {
-		case err == nil, hasCode(err, http.StatusForbidden), hasCode(err, http.StatusNotFound):
+		case err == nil, hasCode(err, http.StatusForbidden, http.StatusNotFound):
 			m.policiesSeen.Store(true)
 			if name != "" {
 				klog.FromContext(ctx).Error(nil, "there are NetworkPolicies, and flanneld does not enforce them: "+
@@ -40,20 +39,20 @@ func (m *Manager) warnPolicies(ctx context.Context) {
 // somePolicy returns one NetworkPolicy in the form NAMESPACE/NAME. It returns "" if there is none, or
 // if the answer cannot be decoded.
 func (m *Manager) somePolicy(ctx context.Context) (string, error) {
-	body, err := m.client.call(ctx, m.timing.request, request{
-		group: "networking.k8s.io", path: "networkpolicies", query: url.Values{"limit": {"1"}},
-		accept: "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",
-	})
-	if err != nil {
-		return "", err
-	}
 	var list struct {
 		Items []struct {
 			Metadata struct{ Namespace, Name string }
 		}
 	}
-	if err := json.Unmarshal(body, &list); err != nil || len(list.Items) == 0 {
-		return "", nil //nolint:nilerr // an answer that cannot be decoded is not worth another try
+	err := m.client.callJSON(ctx, m.timing.request, request{
+		group: "networking.k8s.io", path: "networkpolicies", query: url.Values{"limit": {"1"}},
+		accept: "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",
+	}, &list)
+	switch {
+	case passes(err), err != nil && ctx.Err() != nil:
+		return "", err
+	case err != nil || len(list.Items) == 0: // an answer that cannot be decoded is not worth another try
+		return "", nil //nolint:nilerr // see above
 	}
 	return list.Items[0].Metadata.Namespace + "/" + list.Items[0].Metadata.Name, nil
 }

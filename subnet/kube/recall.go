@@ -18,36 +18,42 @@ import (
 // node-public-ip and node-public-ipv6 of this host's Node, which replace the values of the flags. It
 // omits and reports an address that cannot be used.
 func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
-	defer m.outage.Forget(starting)
+	s, err := m.ownAtStart(ctx, m.readOwn)
+	if err != nil {
+		return nil, err
+	}
+
 	var addrs []netip.Addr
-	err := m.retry(ctx, func() error {
-		s, err := m.readOwn(ctx)
+	for _, f := range families {
+		n := annotation.Of(f).Node
+		if s.notes[n].Text == "" {
+			continue
+		}
+		own, _ := prefix.OfFamily(s.cidrs, f)
+		a, err := parsePublic(f, own, s.notes[n].Text)
 		if err != nil {
-			return err
+			m.reportIgnored(ctx, fmt.Errorf("annotation %s: %w", m.keys[n], err))
+			continue
 		}
-		addrs = nil
-		for _, f := range families {
-			n := annotation.Of(f).Node
-			if s.notes[n].Text == "" {
-				continue
-			}
-			own, _ := prefix.OfFamily(s.cidrs, f)
-			a, err := parsePublic(f, own, s.notes[n].Text)
-			if err != nil {
-				m.reportIgnored(ctx, fmt.Errorf("annotation %s: %w", m.keys[n], err))
-				continue
-			}
-			addrs = append(addrs, a)
-		}
-		return nil
+		addrs = append(addrs, a)
+	}
+	return addrs, nil
+}
+
+// ownAtStart returns this host's Node as read returns it. It repeats read while that may help.
+func (m *Manager) ownAtStart(ctx context.Context, read func(context.Context) (*ownNode, error)) (s *ownNode, err error) {
+	defer m.outage.Forget(starting)
+	err = m.retry(ctx, func() (err error) {
+		s, err = read(ctx)
+		return err
 	})
-	return addrs, err
+	return s, err
 }
 
 // NodeIPs implements subnet.AddressSource.
 func (m *Manager) NodeIPs() []netip.Addr {
-	if ips := m.internal.Load(); ips != nil {
-		return *ips
+	if s := m.seen.Load(); s != nil {
+		return s.internal
 	}
 	return nil
 }
@@ -55,39 +61,27 @@ func (m *Manager) NodeIPs() []netip.Addr {
 // Location implements subnet.LocationSource: it returns the value of the label Config.LocationLabel
 // of this host's Node. If the value is not the name of a location, Location logs it and returns "".
 func (m *Manager) Location(ctx context.Context) (string, error) {
-	defer m.outage.Forget(starting)
-	var name string
-	err := m.retry(ctx, func() error {
-		s, err := m.recent(ctx)
-		if err != nil {
-			return err
-		}
-		m.justRead.Store(s) // for Recall
-		name = s.location
-		m.location.Store(&s.location)
-		return nil
-	})
-	if err != nil || subnet.CheckLocation(name) == nil {
-		return name, err
+	s, err := m.ownAtStart(ctx, m.recent)
+	if err != nil {
+		return "", err
 	}
-	klog.FromContext(ctx).Error(nil, "this node has no location, because its label does not contain the name of one", "node", *m.name.Load(), "label", m.cfg.LocationLabel, "value", subnet.Shorten(name))
+	m.justRead.Store(s) // for Recall
+	m.location.Store(&s.location)
+	if subnet.CheckLocation(s.location) == nil {
+		return s.location, nil
+	}
+	klog.FromContext(ctx).Error(nil, "this node has no location, because its label does not contain the name of one", "node", *m.name.Load(), "label", m.cfg.LocationLabel, "value", subnet.Shorten(s.location))
 	return "", nil
 }
 
 // Recall returns the claim that this host's Node publishes. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, error) {
-	defer m.outage.Forget(starting)
-	var c subnet.Claim
-	err := m.retry(ctx, func() error {
-		s, err := m.recent(ctx)
-		if err != nil {
-			return err
-		}
-		m.justRead.Store(s) // for Acquire
-		c = m.recalled(s)
-		return nil
-	})
-	return c, err
+	s, err := m.ownAtStart(ctx, m.recent)
+	if err != nil {
+		return subnet.Claim{}, err
+	}
+	m.justRead.Store(s) // for Acquire
+	return m.recalled(s), nil
 }
 
 // recalled returns the readable part of the claim that the Node s publishes. The claim is empty if

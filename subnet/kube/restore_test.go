@@ -213,100 +213,10 @@ func TestRestartAfterChanges(t *testing.T) {
 	}
 }
 
-// TestFamilyIsGainedAfterARestart has a peer write its IPv6 address after node 1 was restarted. The
-// lease of the last known state has only IPv4, but the Node has had an IPv6 podCIDR all along.
-func TestFamilyIsGainedAfterARestart(t *testing.T) {
-	f := newFixture(t, sharedServer(t))
-	f.setConfig(t, configV4)
-	f.peer(t, 2)
-	f.peer(t, 3)
-	k := &restartableNode{f: f}
-	p := newProxy(t, f.server)
-	through := func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) }
-
-	k.restart(t, nil, has("node2", "node3"))
-	p.answer(nil)
-
-	f.note(t, "node3", map[string]any{annotationKey("public-ipv6"): "2001:db8::3"})
-	k.restart(t, nil, func(known map[string]string) bool {
-		return strings.Contains(known["node3"], cidrs(3)[1]+" 2001:db8::3")
-	}, through)
-	if lists := p.lists(t); len(lists) > 0 {
-		t.Errorf("all Nodes were listed: %q", lists)
-	}
-}
-
 func without(all map[string]string, key string) map[string]string {
 	less := maps.Clone(all)
 	delete(less, key)
 	return less
-}
-
-// TestRestartAtAnotherStore restarts a node whose last known state cannot be continued. It must
-// list the Nodes, and know those of the API server.
-func TestRestartAtAnotherStore(t *testing.T) {
-	exact := func(code int) func(http.ResponseWriter, *http.Request) bool {
-		return func(w http.ResponseWriter, r *http.Request) bool {
-			return r.URL.Query().Get("resourceVersionMatch") == "Exact" && status(code)(w, r)
-		}
-	}
-	for name, tc := range map[string]struct {
-		answer func(http.ResponseWriter, *http.Request) bool
-		state  func(*subnet.LedgerState)
-		change func(*fixture, *testing.T)
-	}{
-		"its revision is compacted":         {answer: exact(http.StatusGone)},
-		"the server does not know requests": {answer: exact(http.StatusBadRequest)},
-		"the state has no mark":             {state: func(s *subnet.LedgerState) { s.Store.Mark = "" }},
-		"the mark is damaged":               {state: func(s *subnet.LedgerState) { s.Store.Mark = "x y" }},
-		"this host's Node is another one":   {state: func(s *subnet.LedgerState) { s.Store.Mark = "u" + s.Store.Mark }},
-		"the history is another one":        {state: func(s *subnet.LedgerState) { s.Store.Mark = strings.Replace(s.Store.Mark, " ", " 1", 1) }},
-		"the state is of a later revision":  {state: func(s *subnet.LedgerState) { s.Store.Revision += 1_000_000 }},
-		"the state is of a compacted one":   {state: func(s *subnet.LedgerState) { s.Store.Revision = 1 }},
-		"the watch is refused as too old":   {answer: goneOnce()},
-		"this host's Node was made again":   {change: func(f *fixture, t *testing.T) { f.deleteNode(t, "node1"); f.addNode(t, "node1", cidrs(1)...) }},
-	} {
-		t.Run(name, func(t *testing.T) {
-			f := newFixture(t, sharedServer(t))
-			f.setConfig(t, configV4)
-			for n := 2; n <= 4; n++ {
-				f.peer(t, n)
-			}
-			k := &restartableNode{f: f}
-			k.restart(t, nil, has("node2", "node3", "node4"))
-			if k.ledger.State().Store.Mark == "" {
-				t.Fatal("the last known state has no mark")
-			}
-			f.deleteNode(t, "node2")
-			f.peer(t, 5)
-			if tc.change != nil {
-				tc.change(f, t)
-			}
-			p := newProxy(t, f.server)
-			p.answer(tc.answer)
-			want := has("node3", "node4", "node5")
-			if name == "the state is of a later revision" { // node2 is held then, because the revision has gone back
-				want = has("node2", "node3", "node4", "node5")
-			}
-			k.restart(t, tc.state, want, func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
-			if lists := p.lists(t); len(lists) == 0 {
-				t.Error("the Nodes were not listed")
-			}
-		})
-	}
-}
-
-// goneOnce returns a function for answer that refuses the first watch of all Nodes with 410.
-func goneOnce() func(http.ResponseWriter, *http.Request) bool {
-	refused := false
-	return func(w http.ResponseWriter, r *http.Request) bool {
-		q := r.URL.Query()
-		if refused || !q.Has("watch") || q.Has("fieldSelector") {
-			return false
-		}
-		refused = true
-		return status(http.StatusGone)(w, r)
-	}
 }
 
 // TestAudit starts from a last known state that differs from the Nodes. The audit must correct the
@@ -354,40 +264,5 @@ func TestAudit(t *testing.T) {
 	}
 	if diff := cmp.Diff(want, k.known()); diff != "" {
 		t.Errorf("leases (-Nodes +known):\n%s", diff)
-	}
-}
-
-// TestAuditFindsNothing restarts a node with a true state. The audit must correct nothing, although
-// Nodes are created, changed and deleted meanwhile.
-func TestAuditFindsNothing(t *testing.T) {
-	f := newFixture(t, sharedServer(t))
-	f.setConfig(t, configV4)
-	for n := 2; n <= 5; n++ {
-		f.peer(t, n)
-	}
-	f.addNode(t, "other")
-	k := &restartableNode{f: f}
-	k.restart(t, nil, has("node2", "node3", "node4", "node5"))
-	state := k.savedState(t)
-	p := newProxy(t, f.server)
-	m := f.started(t, func(c *Config) {
-		c.Own, c.Known, c.Kubeconfig = k.own, state, f.kubeconfig(t, p.URL, flannel)
-		c.OnRepaired = func(n int) { t.Errorf("%d leases were corrected", n) }
-	})
-	m.timing.audit, m.timing.auditPage = time.Millisecond, time.Millisecond
-	go func() {
-		for i := range 10 {
-			_, _, _ = f.try(http.MethodPatch, "/api/v1/nodes/node2", map[string]any{"metadata": map[string]any{"annotations": map[string]string{annotationKey("public-ip"): fmt.Sprintf("192.0.2.%d", 100+i)}}}, "application/merge-patch+json")
-			_, _, _ = f.try(http.MethodPost, "/api/v1/nodes", nodeBody(fmt.Sprintf("late%d", i), peerNotes(50+i), fmt.Sprintf("10.5.%d.0/24", 50+i)))
-			if i%2 == 0 {
-				_, _, _ = f.try(http.MethodDelete, fmt.Sprintf("/api/v1/nodes/late%d", i), nil)
-			}
-		}
-	}()
-	k.watch(t.Context(), t, m, state, func(known map[string]string) bool {
-		return has("node2", "node3", "node4", "node5", "late1", "late3", "late5", "late7", "late9")(known) && strings.Contains(known["node2"], "192.0.2.109")
-	})
-	if lists := p.lists(t); len(lists) != 1 {
-		t.Errorf("the Nodes were listed by %q, want one page", lists)
 	}
 }

@@ -475,7 +475,7 @@ func (s *scriptedHost) RoundTrip(r *http.Request) (*http.Response, error) {
 	s.store.Lock()
 	defer s.store.Unlock()
 	if q.Has("watch") {
-		return s.watch(r, from), nil
+		return s.watch(r.Context(), q, from), nil
 	}
 	return s.list(r, from), nil
 }
@@ -610,7 +610,7 @@ func statusOf(code int, reason metav1.StatusReason, cause metav1.CauseType) *met
 }
 
 // watch accepts a watch. As a server does, it answers a watch from a compacted revision with an event.
-func (s *scriptedHost) watch(r *http.Request, from int) *http.Response {
+func (s *scriptedHost) watch(ctx context.Context, q url.Values, from int) *http.Response {
 	body, to := io.Pipe()
 	w := &watcher{send: make(chan []byte, 1000)}
 	if from < s.oldest {
@@ -623,9 +623,9 @@ func (s *scriptedHost) watch(r *http.Request, from int) *http.Response {
 		}
 	}
 	s.watches[w] = true
-	seconds, _ := strconv.Atoi(r.URL.Query().Get("timeoutSeconds"))
+	seconds, _ := strconv.Atoi(q.Get("timeoutSeconds"))
 	go func() {
-		to.CloseWithError(s.serve(r.Context(), w, time.Duration(seconds)*time.Second, to))
+		to.CloseWithError(s.serve(ctx, w, time.Duration(seconds)*time.Second, to))
 		s.store.Lock()
 		defer s.store.Unlock()
 		delete(s.watches, w)

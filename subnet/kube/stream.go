@@ -180,10 +180,16 @@ func (c *client) watch(ctx context.Context, d *wire.Decoder, q query, alive func
 	start := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, lasts+watchGrace)
 	defer cancel()
-	resp, err := c.begin(ctx, r)
+	late := time.AfterFunc(beginTime, cancel)
+	resp, err := c.do(ctx, r)
+	if err == nil {
+		defer resp.Body.Close()
+	}
+	if !late.Stop() { // an answer may have come at the same moment, but its body cannot be read any more
+		err = c.explain(context.DeadlineExceeded)
+	}
 	begun := err == nil
 	if begun {
-		defer resp.Body.Close()
 		alive()
 		err = c.events(resp.Body, d, on)
 	}
@@ -210,56 +216,19 @@ const (
 	beginTime  = stallTimeout
 )
 
-// begin sends a request whose answer does not end, and returns when the answer has begun, with its
-// body. The caller must close the body. begin returns an error after beginTime.
-func (c *client) begin(ctx context.Context, r request) (*http.Response, error) {
-	ctx, cancel := context.WithCancelCause(ctx)
-	late := time.AfterFunc(beginTime, func() { cancel(context.DeadlineExceeded) })
-	resp, err := c.do(ctx, r)
-	if !late.Stop() { // an answer may have come at the same moment, but its body cannot be read any more
-		if err == nil {
-			_ = resp.Body.Close()
-		}
-		err = c.explain(context.DeadlineExceeded)
-	}
-	if err != nil {
-		cancel(nil)
-		return nil, err
-	}
-	resp.Body = &body{resp.Body, func() { cancel(nil) }}
-	return resp, nil
-}
-
-// body is the body of an answer. Its Close also ends the context of the request.
-type body struct {
-	io.ReadCloser
-	release func()
-}
-
-// Close implements io.Closer.
-func (b *body) Close() error {
-	defer b.release()
-	return b.ReadCloser.Close()
-}
-
 // events calls on for every event of a watch, until from ends, and returns nil. It ends with an
 // error before if on returns one, or if the watch brings one.
 func (c *client) events(from io.Reader, d *wire.Decoder, on func(wire.Event) error) error {
 	for e, err := range d.Events(from) {
+		if status, ok := errors.AsType[*wire.StatusError](err); ok {
+			return c.refused(status, "")
+		}
 		if err != nil {
-			return c.failure(err)
+			return c.explain(err)
 		}
 		if err := on(e); err != nil {
 			return err
 		}
 	}
 	return nil
-}
-
-// failure converts an error of a watch to an error as explain or refusal return it.
-func (c *client) failure(err error) error {
-	if status, ok := errors.AsType[*wire.StatusError](err); ok {
-		return c.complete(fromStatus(status), "")
-	}
-	return c.explain(err)
 }

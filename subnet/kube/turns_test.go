@@ -100,12 +100,12 @@ func (c *crowd) watching(ctx context.Context, hosts int) {
 			client: &client{random: randomTime, base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
 			outage: loglimit.NewOutage("the API", nil), decoder: newDecoder(defaultKeys()),
 			timing: timing{
-				request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
+				request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second, vary: 0.5,
 				spread: time.Millisecond, silence: time.Hour, late: time.Hour, audit: time.Hour,
 			},
 		}
 		m.name.Store(&name)
-		m.uid.Store(&name)
+		m.seen.Store(&ownNode{exists: true, uid: name})
 		go func() { _ = m.Watch(ctx, func(subnet.Update) {}) }()
 	}
 }
@@ -120,20 +120,6 @@ func (c *crowd) listed(start time.Time) (at []time.Duration, counts int) {
 	}
 	slices.Sort(at)
 	return at, c.counts
-}
-
-// TestListWithoutAQueue expects that a host whose API server answers quickly does not wait, and
-// does not ask for the number of Nodes.
-func TestListWithoutAQueue(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		c := &crowd{t: t, nodes: 5000, free: true}
-		start := time.Now()
-		c.watching(t.Context(), 1)
-		synctest.Wait()
-		if at, counts := c.listed(start); len(at) != 1 || at[0] != 0 || counts != 0 {
-			t.Errorf("lists came after %v and %d requests for the number of Nodes, want one list at once", at, counts)
-		}
-	})
 }
 
 // TestListsWaitForABusyServer expects no list while small requests are slow or refused. When the

@@ -10,6 +10,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
@@ -21,98 +22,103 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	if cache == nil {
 		cache = m.newNodeCache(ctx)
 	}
-
-	// The receiver may be a new one. It needs all leases, which a list brings.
-	cache.revision = 0
-	cache.current = false
-	cache.stale = false
 	defer func() {
 		cache.publishMark(sink)
 		m.cache.Store(cache)
 	}()
 
+	// The receiver may be a new one. It needs all leases, which a list brings.
+	if cache.standing == current {
+		cache.standing = outdated
+	}
+	cache.server = upToDate
+
 	b := m.backoff()
 	t := &turns{m: m}
 	for {
-		var begun time.Time
 		err := m.resume(ctx, cache, t, sink)
-		if err == nil {
+		for err == nil { // a watch that has ended after its time is continued at once
+			var begun time.Time
 			err = m.follow(ctx, cache, sink, func() {
 				begun = time.Now()
-				if !cache.stale {
+				if cache.server != stale {
 					m.report(ctx, watching, nil)
 				}
 			})
+			m.resetAfterLongWatch(b, begun)
 		}
-		m.resetAfterLongWatch(b, begun)
-		cache.current = err == nil
-
-		switch {
-		case ctx.Err() != nil:
+		if ctx.Err() != nil {
 			return ctx.Err()
-		case err == nil:
-			continue
-		case errors.Is(err, errRelist), errors.Is(err, errStale):
-			cache.revision = 0
-			if errors.Is(err, errStale) {
-				// The next connection may lead to another server.
-				cache.stale = true
-				m.report(ctx, watching, err)
-				m.client.renew()
-			}
-			// Other nodes may have to list at the same moment, such as all whose watches this
-			// server has served. The cost of each list grows with the number of Nodes, and so does
-			// the random pause.
-			err = b.Wait(ctx, m.client.random(time.Duration(len(cache.entries))*m.timing.spread))
-
-		case errors.Is(err, errBusy):
-			err = t.wait(ctx, len(cache.entries), err)
-		case cache.revision == 0 && overloaded(err):
-			m.report(ctx, watching, err)
-			if err = t.wait(ctx, len(cache.entries), err); err == nil {
-				err = b.Wait(ctx, 0)
-			}
-
-		default:
-			m.report(ctx, watching, err)
-			err = b.Wait(ctx, retryAfter(err))
 		}
-		if err != nil {
+		if err := m.afterFailure(ctx, cache, t, b, err); err != nil {
 			return err
 		}
 	}
 }
 
-// resume brings the cache to a revision from which a watch can start. If the last watch has ended
-// after its time, there is nothing to do. Otherwise resume first asks the store for its revision,
-// because a server accepts a watch from a revision that it has never seen, and sends nothing. If
-// the store is still the same, the watch can continue. If the store is another one, or there was no
-// list yet, resume continues from the last known state or lists the Nodes, and publishes the cache.
-// It returns errBusy if the host has to wait before it lists.
-func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink func(subnet.Update)) error {
-	if cache.current && cache.revision != 0 {
-		return nil
-	}
+// afterFailure decides what follows from the error of resume or follow, and waits. It returns the error of ctx if
+// ctx ends first.
+func (m *Manager) afterFailure(ctx context.Context, cache *nodeCache, t *turns, b *wait.Backoff, err error) error {
+	switch relist := errors.Is(err, errRelist) || errors.Is(err, errStale); {
+	case relist:
+		cache.standing = outdated
+		if errors.Is(err, errStale) {
+			// The next connection may lead to another server.
+			cache.server = stale
+			m.report(ctx, watching, err)
+			m.client.renew()
+		}
+		// Other nodes may have to list at the same moment, such as all whose watches this
+		// server has served. The cost of each list grows with the number of Nodes, and so does
+		// the random pause.
+		return b.Wait(ctx, m.client.random(time.Duration(len(cache.entries))*m.timing.spread))
 
-	var s *ownNode
-	var err error
-	if cache.listed {
-		s, err = m.readOwn(ctx)
-	} else {
-		s, err = m.recent(ctx)
+	case errors.Is(err, errBusy):
+		return t.wait(ctx, len(cache.entries), err)
+	case cache.standing != current && overloaded(err):
+		m.report(ctx, watching, err)
+		if err := t.wait(ctx, len(cache.entries), err); err != nil {
+			return err
+		}
+		return b.Wait(ctx, 0)
+
+	default:
+		m.report(ctx, watching, err)
+		return b.Wait(ctx, retryAfter(err))
 	}
+}
+
+// resume makes the cache current. It first asks the store for its revision, because a server accepts a
+// watch from a revision that it has never seen, and sends nothing. If the cache is current and the store is
+// still the same, the watch can continue. Otherwise resume continues from the last known state or lists the
+// Nodes, and publishes the cache. It returns errBusy if the host has to wait before it lists.
+func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink func(subnet.Update)) error {
+	read := m.recent
+	if cache.own != "" || !t.begun.IsZero() {
+		read = m.readOwn
+	}
+	s, err := read(ctx)
 	if err != nil {
 		return err
 	}
-	if cache.revision != 0 && s.revision >= cache.revision && s.exists && cache.hasNode(*m.name.Load(), s.uid) {
-		return nil
+
+	switch cache.standing {
+	case outdated:
+	case current:
+		own := cache.entries[cache.own]
+		if s.exists && own != nil && own.uid == s.uid && s.revision >= cache.store.Revision {
+			return nil
+		}
+	case lastKnown:
+		if err := m.restore(ctx, cache, s); err != nil {
+			return err
+		}
+		if cache.standing == current {
+			cache.publishAll(sink)
+			return nil
+		}
 	}
-	if restored, err := m.restore(ctx, cache, s); err != nil {
-		return err
-	} else if restored {
-		sink(cache.update(nil))
-		return nil
-	}
+
 	if err := t.check(); err != nil {
 		return err
 	}
@@ -129,7 +135,7 @@ func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink f
 		cache.logUnreadable(ctx, name, cache.entries[name], e)
 	}
 	*cache = *next
-	sink(cache.update(nil))
+	cache.publishAll(sink)
 	return nil
 }
 
@@ -153,10 +159,7 @@ func (m *Manager) list(ctx context.Context, cache *nodeCache, s *ownNode) (*node
 	}
 	requests := next.requests(next.missing())
 	if len(requests) > manyRequests {
-		if next.behind {
-			required = 0
-		}
-		return m.listAs(ctx, cache, s, query{revision: required})
+		return m.listAs(ctx, cache, s, query{revision: next.ifUpToDate(required)})
 	}
 
 	answers, err := m.requestAll(ctx, requests)
@@ -168,88 +171,16 @@ func (m *Manager) list(ctx context.Context, cache *nodeCache, s *ownNode) (*node
 
 func (m *Manager) listAs(ctx context.Context, cache *nodeCache, s *ownNode, q query) (*nodeCache, error) {
 	next := cache.successor()
-	on := func(n *wire.Node) { next.put(n, !q.metadata, cache) }
-	l, err := m.client.list(ctx, m.decoder, q, on)
+	same := false
+	l, err := m.client.list(ctx, m.decoder, q, func(n *wire.Node) {
+		if next.put(n, !q.metadata, cache) {
+			same = true
+		}
+	})
 	if err != nil {
 		return nil, fmt.Errorf("list nodes: %w", err)
 	}
-	next.complete(*m.name.Load(), l, s, cache)
+	next.complete(*m.name.Load(), l, s, cache, same)
 	m.nodes.Store(int64(len(next.entries)))
 	return next, nil
-}
-
-// follow watches from the revision of the cache until the watch ends, and publishes the changes.
-// Meanwhile it requests new Nodes, probes the watch when it is silent, and makes the audit. It
-// returns errStale, wrapped, if the watch is stale, errRelist if the store is older than it was,
-// and otherwise the result of client.watch.
-func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet.Update), alive func()) error {
-	ctx, cancel := context.WithCancel(ctx)
-	events := make(chan wire.Event)
-	taken := make(chan struct{})
-	ended := make(chan error, 1)
-	f := newFetcher(m, cache)
-	defer f.due.Stop()
-	p := newProbe(m, cache)
-	defer p.due.Stop()
-	a := newAudit(m, cache)
-	defer a.due.Stop()
-	defer func() {
-		cancel()
-		f.wg.Wait()
-	}()
-
-	f.wg.Go(func() {
-		ended <- m.client.watch(ctx, m.decoder, query{metadata: true, revision: cache.revision}, alive, func(e wire.Event) error {
-			select {
-			case events <- e:
-			case <-ctx.Done():
-				return ctx.Err()
-			}
-			<-taken
-			return nil
-		})
-	})
-
-	for _, name := range cache.missing() {
-		f.request(name)
-	}
-	for {
-		select {
-		case e := <-events:
-			name, err := cache.advance(e)
-			taken <- struct{}{}
-			if err != nil {
-				return err
-			}
-			if name != "" && cache.entries[name].needsRequest() {
-				f.request(name)
-			}
-			p.applyEvent(ctx)
-			cache.publish(ctx, name, sink)
-			a.compare(ctx, f, sink)
-
-		case <-f.due.C:
-			f.flush(ctx)
-		case got := <-f.answers:
-			f.applyAnswer(got)
-			for _, name := range got.names {
-				cache.publish(ctx, name, sink)
-			}
-
-		case <-p.due.C:
-			if err := p.fire(ctx, &f.wg); err != nil {
-				return err
-			}
-
-		case s := <-p.got:
-			p.applyAnswer(s)
-		case <-a.due.C:
-			a.begin(ctx, &f.wg)
-		case r := <-a.got:
-			a.setList(r)
-			a.compare(ctx, f, sink)
-		case err := <-ended:
-			return err
-		}
-	}
 }

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
+)
+
+// follower follows one watch, and publishes the changes. One goroutine runs it, and only that goroutine uses
+// its fields and the cache. Requests run in goroutines of their own, and post what is to be done with
+// the answers.
+//
+// Besides the events it has three duties, each with a timer:
+//
+//   - Nodes that the watch has brought are requested in full, because they come without podCIDRs. Every daemon of
+//     the cluster requests a new Node at the same moment, and many new Nodes would cause many requests. So a
+//     daemon sends requests only once in an interval that grows with the number of Nodes. It then requests
+//     together all Nodes that have come in that time.
+//   - A silent watch is probed. An API server whose cache has stopped, or is far behind, continues to serve
+//     watches, but sends no events. So the follower reads this host's Node, which kubelet writes every few
+//     minutes, and which the server reads from the store. A watch that does not reach the last change of that
+//     Node is stale. The server sends a bookmark every minute, if its etcd reports progress. So a healthy watch is
+//     never silent for long, and nothing is read.
+//   - A cache that was restored from the last known state is compared once with a list: see restore.go.
+type follower struct {
+	*Manager
+	cache                       *nodeCache
+	sink                        func(subnet.Update)
+	posts                       chan func()
+	wg                          sync.WaitGroup
+	flushing, probing, auditing *time.Timer
+
+	// requested contains the Nodes that are being requested, or wait for that. The value is true if
+	// the Node has changed since the request, so that the answer may be older than that change.
+	requested map[string]bool
+	waiting   []string  // names of those in requested that no request contains yet
+	flushed   time.Time // when Nodes were requested last
+	slots     chan struct{}
+
+	required int64   // the revision that the watch has to reach, of the last change of this host's Node; 0: none yet
+	list     *listed // what the cache has to be compared with when it has reached the revision of the list
+}
+
+func newFollower(m *Manager, cache *nodeCache, sink func(subnet.Update)) *follower {
+	f := &follower{
+		Manager: m, cache: cache, sink: sink, posts: make(chan func()), requested: map[string]bool{}, slots: make(chan struct{}, fetchers),
+		flushing: time.NewTimer(0), probing: time.NewTimer(m.silence()), auditing: time.NewTimer(time.Until(cache.auditAt)),
+	}
+	f.flushing.Stop()
+	if cache.auditAt.IsZero() {
+		f.auditing.Stop()
+	}
+	return f
+}
+
+// follow watches from the revision of the cache until the watch ends. It returns errStale, wrapped, if the
+// watch is stale, errRelist if the store is older than it was, and otherwise the result of client.watch.
+func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet.Update), alive func()) error {
+	ctx, cancel := context.WithCancel(ctx)
+	f := newFollower(m, cache, sink)
+	defer f.wg.Wait()
+	defer cancel()
+	for _, name := range cache.missing() {
+		f.request(name)
+	}
+
+	ended := make(chan error, 1)
+	q := query{metadata: true, revision: cache.store.Revision}
+	f.wg.Go(func() { ended <- m.client.watch(ctx, m.decoder, q, alive, f.events(ctx)) })
+	return f.run(ctx, ended)
+}
+
+// run is the loop. It returns what comes on ended, or the error of a stale watch.
+func (f *follower) run(ctx context.Context, ended <-chan error) error {
+	for {
+		select {
+		case act := <-f.posts:
+			act()
+		case <-f.flushing.C:
+			f.flush(ctx)
+		case <-f.auditing.C:
+			f.audit(ctx)
+		case <-f.probing.C:
+			if err := f.probe(ctx); err != nil {
+				return err
+			}
+		case err := <-ended:
+			return err
+		}
+	}
+}
+
+// post makes run call act. It reports false if ctx ends before.
+func (f *follower) post(ctx context.Context, act func()) bool {
+	select {
+	case f.posts <- act:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// events returns a function for the events of the watch. An event is valid until that function returns, so the
+// function waits until the event is applied.
+func (f *follower) events(ctx context.Context) func(wire.Event) error {
+	var event wire.Event
+	applied := make(chan error)
+	apply := func() { applied <- f.apply(ctx, event) }
+	return func(e wire.Event) error {
+		event = e
+		if !f.post(ctx, apply) {
+			return ctx.Err()
+		}
+		return <-applied
+	}
+}
+
+// apply applies an event to the cache, and publishes what has changed.
+func (f *follower) apply(ctx context.Context, e wire.Event) error {
+	name, err := f.cache.advance(e)
+	if err != nil {
+		return err
+	}
+	f.publish(ctx, name)
+
+	if f.cache.store.Revision >= f.required {
+		f.probing.Reset(f.silence())
+		if f.cache.server == stale {
+			f.cache.server = upToDate
+			f.report(ctx, watching, nil)
+		}
+	}
+	f.compare(ctx)
+	return nil
+}
+
+// publish publishes the state of a Node, and requests it if it has to be requested.
+func (f *follower) publish(ctx context.Context, name string) {
+	if f.cache.entries[name].needsRequest() {
+		f.request(name)
+	}
+	f.cache.publish(ctx, name, f.sink)
+}
+
+// request plans the request of a Node. If a request for it is in progress, request records that the Node
+// has changed since.
+func (f *follower) request(name string) {
+	if _, under := f.requested[name]; under {
+		f.requested[name] = true
+		return
+	}
+	f.requested[name] = false
+	if len(f.waiting) == 0 {
+		f.flushing.Reset(f.pause())
+	}
+	f.waiting = append(f.waiting, name)
+}
+
+// interval returns the least time between two calls of flush, each of which sends requests.
+func (f *follower) interval() time.Duration {
+	return f.timing.requestPause * time.Duration(len(f.cache.entries))
+}
+
+func (f *follower) pause() time.Duration {
+	next := time.Until(f.flushed.Add(f.interval()))
+	if next <= 0 {
+		return f.client.random(f.timing.requestPause * time.Duration(max(0, len(f.cache.entries)-atOnce)))
+	}
+	return next + f.client.random(f.interval())
+}
+
+// flush requests all waiting Nodes whose podCIDRs are still not known.
+func (f *follower) flush(ctx context.Context) {
+	f.flushed = time.Now()
+	names := slices.DeleteFunc(f.waiting, func(name string) bool {
+		f.requested[name] = false
+		if f.cache.entries[name].needsRequest() {
+			return false
+		}
+		delete(f.requested, name)
+		return true
+	})
+
+	f.waiting = nil
+	spread := f.interval()
+	for _, a := range f.cache.requests(names) {
+		f.wg.Go(func() {
+			if got, err := f.fetch(ctx, a, spread); err == nil {
+				f.post(ctx, func() { f.answered(ctx, got) })
+			}
+		})
+	}
+}
+
+// fetch sends a request again and again until it is answered or ctx ends. A random time up to spread is added
+// to each pause, so that daemons which a server has refused together do not repeat their requests together.
+func (f *follower) fetch(ctx context.Context, a nodeRequest, spread time.Duration) (got fetched, err error) {
+	select {
+	case f.slots <- struct{}{}:
+		defer func() { <-f.slots }()
+	case <-ctx.Done():
+		return fetched{}, ctx.Err()
+	}
+
+	// The request is an activity of its own, because the watch works at the same time.
+	activity := getting + a.names[0]
+	defer f.outage.Forget(activity)
+	b := f.backoff()
+	for failed := false; ; failed = true {
+		got, err = f.requestOnce(ctx, a)
+		if err != nil || failed {
+			f.report(ctx, activity, err)
+		}
+		if err == nil {
+			return got, nil
+		}
+		if err := b.Wait(ctx, retryAfter(err)+f.client.random(spread)); err != nil {
+			return fetched{}, err
+		}
+	}
+}
+
+// answered applies an answer to the cache. It requests a Node again if its podCIDRs are still
+// not known and one of these is true: the Node has changed since the request, or a request by label
+// has not found it.
+func (f *follower) answered(ctx context.Context, got fetched) {
+	f.cache.applyAnswer(got)
+	for _, name := range got.names {
+		again := f.requested[name]
+		delete(f.requested, name)
+		if f.cache.entries[name].needsRequest() && (again || got.isMissing(name)) {
+			f.request(name)
+		}
+	}
+	for _, name := range got.names {
+		f.cache.publish(ctx, name, f.sink)
+	}
+}
+
+// silence returns the time for which a watch may be silent before it is probed. It is random, because the
+// watches of all nodes become silent at the same time.
+func (m *Manager) silence() time.Duration {
+	return m.timing.silence + m.client.random(m.timing.silence)
+}
+
+// probe reads this host's Node. If the watch has not reached the last change of the Node, it has timing.late to
+// reach it. probe returns an error if that time has passed.
+func (f *follower) probe(ctx context.Context) error {
+	if have := f.cache.store.Revision; have < f.required {
+		return f.client.stale(have, f.required)
+	}
+
+	name := f.cache.own
+	f.wg.Go(func() {
+		s, err := f.readNode(ctx, name, 0)
+		if err != nil {
+			s = &ownNode{} // the store's state is not known, so the watch does not count as stale
+		}
+		f.post(ctx, func() {
+			f.required = s.version
+			if f.cache.store.Revision < f.required {
+				f.probing.Reset(f.timing.late)
+			} else {
+				f.probing.Reset(f.silence())
+			}
+		})
+	})
+	return nil
+}
+
+// stale returns the error of a watch that is stale: an apiError that wraps errStale. have and want
+// are revisions.
+func (c *client) stale(have, want int64) error {
+	return &apiError{
+		host: c.host, kind: "stale", cause: errStale,
+		message: fmt.Sprintf("its watch is behind: it has come to resource version %d, and this host's Node has %d", have, want),
+	}
+}
+
+// errStale means that a watch is behind the store: see follower.
+var errStale = errors.New("watch is stale")
