@@ -72,7 +72,7 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 			if ctx.Err() != nil || errors.Is(err, subnet.ErrLeaseLost) {
 				return err
 			}
-			pause := wait.Vary(refusedPause, 0.5)
+			pause := r.retryTime()
 			if errors.Is(err, subnet.ErrNoSubnets) {
 				pause = retryPause // the next Acquire waits until a subnet may be free
 			}
@@ -95,7 +95,7 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 				prepared <- next
 				return nil
 			}
-			step = time.After(wait.Vary(refusedPause, 0.5))
+			step = time.After(r.retryTime())
 
 		case <-s.reclaim:
 			next := r.prepareClaim(ctx, s)
@@ -116,7 +116,7 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 			}
 
 		case <-stored:
-			stored, due = nil, time.After(s.turn())
+			stored, due = nil, time.After(r.turn(s))
 		case <-due:
 			due = nil
 			err := r.republish(ctx, m, s)
@@ -128,7 +128,7 @@ func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published
 			}
 			failed = err != nil
 			if s.behind = failed; failed {
-				due = time.After(wait.Vary(refusedPause, 0.5))
+				due = time.After(r.retryTime())
 			}
 		}
 	}
@@ -215,7 +215,7 @@ func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg sub
 	now := *s.begin.Load()
 	c = &change{config: cfg, iface: now.Interface}
 	if !sameFamilies(cfg, now.Config) {
-		if c.iface, err = underlay.Wait(ctx, r.underlayOptions(cfg, now), 0); err != nil {
+		if c.iface, err = r.chooseUplink(ctx, r.underlayOptions(cfg, now), 0); err != nil {
 			return nil, err
 		}
 	}
@@ -245,7 +245,7 @@ func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg sub
 	case <-ctx.Done():
 		return c, ctx.Err()
 	}
-	if err := wait.For(ctx, s.turn()); err != nil {
+	if err := wait.For(ctx, r.turn(s)); err != nil {
 		return c, err
 	}
 	own, err := claimAndAcquire(ctx, c.be, had, func(claim subnet.Claim) (subnet.Lease, error) { return m.Acquire(ctx, cfg, claim) })
@@ -289,7 +289,7 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 		return s, nil
 	}
 
-	pause := s.turn()
+	pause := r.turn(s)
 	r.progress.change()
 	s.leave(ctx)
 	before, _ := r.state.Get() // only now, because the session may have cleared Former before its end

@@ -4,7 +4,6 @@ package network
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"net/netip"
 	"slices"
@@ -69,53 +68,6 @@ func TestFits(t *testing.T) {
 			t.Errorf("%s: %v with etcd and %v with Kubernetes, want %v", text, etcd, kube, want)
 		}
 	}
-}
-
-// TestGoBack changes to a configuration whose backend does not start. The network must go back to the
-// former configuration, report why, and not try the other configuration again.
-func TestGoBack(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		ctx, cancel := context.WithCancel(t.Context())
-		defer cancel()
-		var started []string
-		be := starter{close: func() {}, start: func(env backend.Env) error {
-			started = append(started, string(env.Config.Backend))
-			if len(started) == 1 {
-				return errors.New("the device is in use")
-			}
-			return nil
-		}}
-		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
-		former := s.begin.Load().Config
-		other := former
-		other.Backend = json.RawMessage(`{"Type":"scripted","Key":2}`)
-		n.config.use(former)
-		n.config.validate = func([]byte) (subnet.Config, error) { return other, nil }
-		n.config.apply(ctx, []byte("other"))
-		_, next, err := n.work(ctx, ctx, &silent{}, s, nil)
-		if err != nil || next == nil {
-			t.Fatalf("work returned %v, %v, want a change", next, err)
-		}
-		if now := n.serving.Load(); now != s {
-			t.Error("the session was replaced before the change")
-		}
-		if s, err = n.change(ctx, s, next); err != nil {
-			t.Fatal(err)
-		}
-		if want := []string{string(other.Backend), ""}; !slices.Equal(started, want) {
-			t.Errorf("started backends with %q, want %q", started, want)
-		}
-		if got := n.config.refusal(); got != "start backend: the device is in use" {
-			t.Errorf("refusal %q", got)
-		}
-		if again, _ := n.config.next(); again != nil {
-			t.Error("the configuration would be tried again")
-		}
-		if now := s.begin.Load().Config; len(subnet.Changes(now, former)) > 0 {
-			t.Errorf("the session has configuration %+v, want %+v", now, former)
-		}
-		n.stopServing()
-	})
 }
 
 // TestStateDuringAChange reads the state file while the backend of another configuration starts. The file

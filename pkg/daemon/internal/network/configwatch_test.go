@@ -116,64 +116,6 @@ func TestConfigWatchRefusesTheFirst(t *testing.T) {
 	}
 }
 
-// TestConfigWatchFollows checks that next returns each usable configuration as soon as the store has it,
-// and that there is a refusal until the next usable configuration.
-func TestConfigWatchFollows(t *testing.T) {
-	parse := func(text []byte) (subnet.Config, error) {
-		cfg, err := subnet.ParseConfig(text)
-		return cfg, err
-	}
-	const used, other, third = `{"Network":"10.5.0.0/16"}`, `{"Network":"10.6.0.0/16"}`, `{"Network":"10.7.0.0/16"}`
-	var warnings []string
-	w := newConfigWatch(true, parse, func(_, message string) { warnings = append(warnings, message) })
-	cfg, err := parse([]byte(used))
-	if err != nil {
-		t.Fatal(err)
-	}
-	w.use(cfg)
-	expect := func(what, next, refusal string) {
-		t.Helper()
-		got := ""
-		if cfg, _ := w.next(); cfg != nil {
-			got = cfg.Networks[0].Prefix.String()
-		}
-		if got != next || !strings.Contains(w.refusal(), refusal) || (refusal == "") != (w.refusal() == "") || w.restartNeeded() != "" {
-			t.Errorf("%s: next %q, refusal %q, restart needed %q, want %q, %q and none", what, got, w.refusal(), w.restartNeeded(), next, refusal)
-		}
-	}
-	_, changed := w.next()
-	w.apply(t.Context(), []byte(other))
-	<-changed
-	expect("another configuration", "10.6.0.0/16", "")
-	w.apply(t.Context(), []byte("{"))
-	expect("an invalid one", "", "invalid")
-	w.apply(t.Context(), []byte(other))
-	expect("the other one again", "10.6.0.0/16", "")
-	now, _ := w.next()
-	w.refuse(t.Context(), *now, errors.New("no address"))
-	w.refuse(t.Context(), *now, subnet.ErrNoSubnets)
-	expect("it was refused", "10.6.0.0/16", "out of subnets")
-	w.apply(t.Context(), []byte(third))
-	expect("a third one", "10.7.0.0/16", "")
-	w.refuse(t.Context(), *now, subnet.ErrNoSubnets)
-	expect("a refusal that comes late", "10.7.0.0/16", "")
-	now, _ = w.next()
-	w.giveUp(t.Context(), *now, errors.New("does not start"))
-	expect("the third one did not start", "", "does not start")
-	w.apply(t.Context(), []byte(third))
-	expect("it is written again without a change", "", "does not start")
-	w.apply(t.Context(), []byte(used))
-	expect("the one in use", "", "")
-	w.apply(t.Context(), []byte(third))
-	expect("the third one again", "10.7.0.0/16", "")
-	now, _ = w.next()
-	w.use(*now)
-	expect("it is in use", "", "")
-	if len(warnings) != 3 {
-		t.Errorf("warnings %q, want one for each refusal", warnings)
-	}
-}
-
 // TestConfigWatchWarns checks that warnings about a configuration are logged in one line, even if nothing
 // else has changed, and not again until they differ.
 func TestConfigWatchWarns(t *testing.T) {

@@ -121,7 +121,7 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 	r := &runner{parts: &parts{
 		host: c.Host, name: c.Name, opts: opts, kernel: kernel, devices: devices, catalog: catalog, state: state, past: past,
 		store: store, config: config, ready: ready, metrics: counters, rules: newRuleKeeper(c.Host.Firewall, opts, state, ready, counters),
-		others: c.Others, claims: c.Claims, progress: c.Progress,
+		others: c.Others, claims: c.Claims, progress: c.Progress, surroundings: realSurroundings(),
 	}}
 
 	reports := reporter{

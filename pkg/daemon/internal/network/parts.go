@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net/netip"
 	"sync/atomic"
 	"time"
@@ -21,7 +22,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/ownership"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane/linux"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/keeper"
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/pkg/options"
@@ -67,12 +70,46 @@ type parts struct {
 	config   *configWatch
 	ready    *readiness
 	metrics  *metrics.Metrics
-	rules    *keeper.Keeper
+	rules    ruleKeeper
 	others   func() ([]netip.Prefix, <-chan struct{}) // see Config.Others
 	claims   func([]Claimed) error                    // see Config.Claims
 	progress *Progress
 	labelled atomic.Pointer[string] // location of this host according to the store; nil before it was read
+	surroundings
 }
+
+// surroundings is what else a network uses of its host. The scripts of tests have another one.
+type surroundings struct {
+	chooseUplink func(context.Context, underlay.Options, time.Duration) (underlay.Interface, error)
+	watchUplink  func(context.Context, underlay.Options, underlay.Interface, func(underlay.Interface), func(error)) error
+	openKernel   func(linux.Options) (kernel, error)    // for the removal of objects
+	random       func(most time.Duration) time.Duration // from 0 to most, so that hosts do not act at the same moment
+}
+
+// kernel is a dataplane.Kernel that is closed after use.
+type kernel interface {
+	dataplane.Kernel
+	Close() error
+}
+
+// ruleKeeper is a keeper.Keeper.
+type ruleKeeper interface {
+	Keep(ctx context.Context, c keeper.Choice, p firewall.Policy, tried func())
+	Remove(ctx context.Context, networks []netip.Prefix) error
+	Flavour() keeper.Flavour
+}
+
+// realSurroundings returns the real one.
+func realSurroundings() surroundings {
+	return surroundings{
+		chooseUplink: underlay.Wait, watchUplink: underlay.Watch,
+		openKernel: func(o linux.Options) (kernel, error) { return linux.Open(o) },
+		random:     func(most time.Duration) time.Duration { return rand.N(most + 1) },
+	}
+}
+
+// retryTime returns the time until something is tried again that was refused. Its mean is refusedPause.
+func (p *parts) retryTime() time.Duration { return refusedPause/2 + p.random(refusedPause) }
 
 // env returns the environment of the backend of cfg on the external interface iface.
 func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
@@ -208,7 +245,7 @@ func (p *parts) connected() time.Time {
 // to changed.
 func (p *parts) watchInterface(ctx context.Context, o underlay.Options, now underlay.Interface, changed chan underlay.Interface) error {
 	usable := func(err error) { p.ready.report(ctx, partInterface, err) }
-	return underlay.Watch(ctx, o, now, latest(changed), usable)
+	return p.watchUplink(ctx, o, now, latest(changed), usable)
 }
 
 func describe(i underlay.Interface) []string {

@@ -12,7 +12,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
-	"github.com/flanneld/flanneld/pkg/kernel/firewall/keeper"
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/probe/paths"
@@ -29,7 +28,7 @@ type reporter struct {
 	state    *lastknown.Store
 	config   *configWatch
 	ready    *readiness
-	rules    *keeper.Keeper
+	rules    ruleKeeper
 	progress *Progress
 	serving  func() *session // the last session that was started; nil if there is none
 	// candidates returns the interfaces of the host; see underlay.Inspect.

@@ -88,7 +88,7 @@ func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice und
 	if err := last.Usable(time.Now()); err != nil {
 		return nil, err
 	}
-	iface, err := underlay.Wait(ctx, choice, 0)
+	iface, err := r.chooseUplink(ctx, choice, 0)
 	there := err == nil
 	if there {
 		err = ofHost(last, iface)

@@ -42,13 +42,14 @@ const lingering = 10 * time.Second
 // retirement removes the objects of former configurations once the present one is
 // applied. After a migration it waits until all other hosts have left the former backend.
 type retirement struct {
-	remover  ownership.Remover
-	former   []ownership.Objects
-	migrated bool // former contains the configuration of a migration
-	start    chan struct{}
-	begin    func() // closes start; may be called twice
-	forget   func() // called when everything is removed: clears the former configurations in the state
-	done     func() // called after forget, when the locks of former devices are released too
+	remover    ownership.Remover
+	openKernel func(linux.Options) (kernel, error)
+	former     []ownership.Objects
+	migrated   bool // former contains the configuration of a migration
+	start      chan struct{}
+	begin      func() // closes start; may be called twice
+	forget     func() // called when everything is removed: clears the former configurations in the state
+	done       func() // called after forget, when the locks of former devices are released too
 }
 
 // remover returns the Remover of former configurations on a host that needs the objects in present.
@@ -74,8 +75,8 @@ func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, ru
 
 	start := make(chan struct{})
 	return &retirement{
-		remover: p.remover(ownership.Of(present)),
-		former:  former, migrated: migrated,
+		remover: p.remover(ownership.Of(present)), openKernel: p.openKernel,
+		former: former, migrated: migrated,
 		start: start, begin: sync.OnceFunc(func() { close(start) }),
 		forget: func() { p.state.Update(func(now *lastknown.State) { now.Former = nil }) },
 		done: func() {
@@ -113,7 +114,7 @@ func (r *retirement) run(ctx context.Context) {
 		// Use a separate Kernel, because the main one caches what it reads. Nexthop
 		// objects are left to the main one, which may be about to use them: it deletes
 		// unused ones after its next read.
-		kernel, err := linux.Open(linux.Options{})
+		kernel, err := r.openKernel(linux.Options{})
 		if err != nil {
 			return err
 		}
@@ -143,7 +144,7 @@ func (p *parts) retireAll(ctx context.Context, keep bool) error {
 		last = now
 	}
 
-	kernel, err := linux.Open(linux.Options{NexthopObjects: true})
+	kernel, err := p.openKernel(linux.Options{NexthopObjects: true})
 	if err != nil {
 		return err
 	}

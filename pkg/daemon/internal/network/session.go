@@ -4,7 +4,6 @@ package network
 
 import (
 	"context"
-	"math/rand/v2"
 	"sync/atomic"
 	"time"
 
@@ -80,6 +79,6 @@ const turnOfHost = 10 * time.Millisecond
 
 // turn returns the time to wait before a request that all hosts make after the same change. The time is
 // random, at most turnOfHost for each peer.
-func (s *session) turn() time.Duration {
-	return rand.N(time.Duration(len(s.syncer.Peers().Peers))*turnOfHost + 1)
+func (p *parts) turn(s *session) time.Duration {
+	return p.random(time.Duration(len(s.syncer.Peers().Peers)) * turnOfHost)
 }

@@ -10,7 +10,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -105,7 +104,7 @@ func runnerOn(t *testing.T, be starter, from underlay.Interface) (*runner, *sess
 	p := &parts{
 		host: &Host{Tuner: &tune.Tuner{}, Firewall: keeper.NewHost()}, devices: &ownership.Locks{},
 		opts: o, catalog: backend.Catalog{Registry: registry}, state: lastknown.NewStore(nil), config: newConfigWatch(true, nil, nil),
-		metrics: metrics.New("", false), progress: NewProgress(drawn(t)),
+		metrics: metrics.New("", false), progress: NewProgress(drawn(t)), surroundings: realSurroundings(),
 	}
 	p.ready = newReadiness(o, p.state.LeaseEnd, announced)
 	p.rules = newRuleKeeper(p.host.Firewall, o, p.state, p.ready, p.metrics)
@@ -161,35 +160,6 @@ func TestStopWhileMoving(t *testing.T) {
 		close(closed)
 		if err := <-ended; err != nil {
 			t.Error(err)
-		}
-	})
-}
-
-// TestMoveTwice changes the MTU of the interface, and then, while no session starts with that
-// MTU, the address and the MTU. The network must try the latest interface and reconnect the
-// store once, for the new address.
-func TestMoveTwice(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		ctx, cancel := context.WithCancel(t.Context())
-		changed, store := make(chan underlay.Interface, 1), &silent{}
-		var tried []int
-		be := starter{close: func() {}, start: func(env backend.Env) error {
-			tried = append(tried, env.Underlay.MTU)
-			switch len(tried) {
-			case 1:
-				changed <- link(1300, "192.0.2.9")
-			case 3:
-				cancel()
-			}
-			return errors.New("not yet")
-		}}
-		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
-		changed <- link(1400, "192.0.2.1")
-		if _, _, err := n.work(ctx, ctx, store, s, changed); err != nil {
-			t.Error(err)
-		}
-		if want := []int{1400, 1300, 1300}; !slices.Equal(tried, want) || store.reconnections != 1 {
-			t.Errorf("tried on MTUs %v and reconnected %d times, want %v and once", tried, store.reconnections, want)
 		}
 	})
 }

@@ -190,7 +190,7 @@ func (s *startup) awaitInterface(ctx context.Context, cfg subnet.Config, last la
 
 	limit := s.opts.IfaceWait
 	for {
-		iface, err := underlay.Wait(ctx, options, limit)
+		iface, err := s.chooseUplink(ctx, options, limit)
 		if err == nil || ctx.Err() != nil || s.runner.serving.Load() == nil {
 			return iface, err
 		}
