@@ -46,7 +46,7 @@ type follower struct {
 	slots     chan struct{}
 
 	required int64   // the revision that the watch has to reach, of the last change of this host's Node; 0: none yet
-	list     *listed // what the cache has to be compared with when it has reached the revision of the list
+	list     *listed // the list of the audit, until the cache has reached its revision
 }
 
 func newFollower(m *Manager, cache *nodeCache, sink func(subnet.Update)) *follower {

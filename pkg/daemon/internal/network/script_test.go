@@ -109,14 +109,14 @@ type scriptedHost struct {
 	uplink        underlay.Interface
 	uplinkIsThere bool
 	moved         wait.Broadcast  // sent when the uplink changes
-	held          subnet.Lease    // what the store has given last
+	held          subnet.Lease    // the last lease that the store has given
 	away          bool            // the store does not answer
 	answers       wait.Broadcast  // sent when it does again
 	failing       map[string]bool // types of backends that do not start
 }
 
-// did prints what the network does. Goroutines of the network do several things at one moment, in any order: what
-// follows from others comes last, sorted.
+// did prints what the network does. Goroutines of the network do several things at one moment, in any order:
+// effects come last, sorted.
 func (s *scriptedHost) did(format string, args ...any) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
