@@ -28,16 +28,29 @@ type configWatch struct {
 	warn     func(reason, message string)             // tells operators of a refused configuration; nil if the store cannot
 
 	mu      sync.Mutex
-	used    subnet.Config
-	running bool           // used is set
-	stored  *subnet.Config // the configuration in the store; nil if there is none, or it is invalid or not known yet
-	missing bool           // the store has no configuration
-	failed  bool           // stored was tried and did not start
+	used    *subnet.Config // nil before the first one
+	state   storedState
+	stored  subnet.Config  // while state is valid or failed
 	refused string         // why the configuration in the store cannot be used; "" if it can
-	differs []string       // changes from used to stored
 	warned  []string       // the warnings that were logged last
 	changed wait.Broadcast // sent when the result of next may change
 }
+
+// storedState is the state of the configuration in the store.
+//
+//	unknown --> missing <--> invalid <--> valid --> failed
+//
+// Each text in the store leads to missing, invalid or valid. A valid configuration may be in use, or wanted and
+// refused for now: see configWatch.refused.
+type storedState int
+
+const (
+	unknown storedState = iota
+	missing             // the store has none
+	invalid             // it cannot be read, or no network could use it
+	valid
+	failed // it was valid, was tried and did not start: another attempt would disturb the traffic again
+)
 
 func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, error), warn func(reason, message string)) *configWatch {
 	return &configWatch{follow: follow, validate: validate, warn: warn}
@@ -47,9 +60,7 @@ func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, erro
 func (w *configWatch) use(cfg subnet.Config) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.used = cfg
-	w.running = true
-	w.compare()
+	w.set(func() { w.used = &cfg })
 }
 
 // next returns the configuration that the network should use instead of the present one, and a channel
@@ -57,24 +68,30 @@ func (w *configWatch) use(cfg subnet.Config) {
 func (w *configWatch) next() (cfg *subnet.Config, changed <-chan struct{}) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if len(w.differs) == 0 || w.failed {
-		return nil, w.changed.Changed()
+	if w.state != failed && len(w.differs()) > 0 {
+		cfg = new(w.used.Toward(w.stored))
 	}
-	want := w.used.Toward(*w.stored)
-	return &want, w.changed.Changed()
+	return cfg, w.changed.Changed()
 }
 
-// compare updates what follows from stored and used. The caller holds w.mu.
-func (w *configWatch) compare() {
-	before := w.differs
-	w.differs = nil
-	if w.stored != nil && w.running {
-		w.differs = subnet.Changes(w.used.Goal(), *w.stored)
+// differs returns the changes from the configuration in use to the one in the store. The caller holds w.mu.
+func (w *configWatch) differs() []string {
+	if w.used == nil || w.state < valid {
+		return nil
 	}
-	if w.stored != nil && len(w.differs) == 0 {
+	return subnet.Changes(w.used.Goal(), w.stored)
+}
+
+// set calls change, which changes used, state or stored, and sends changed if that changes the result of differs.
+// The caller holds w.mu.
+func (w *configWatch) set(change func()) {
+	before := w.differs()
+	change()
+	now := w.differs()
+	if w.state >= valid && len(now) == 0 {
 		w.refused = ""
 	}
-	if !slices.Equal(before, w.differs) {
+	if !slices.Equal(before, now) {
 		w.changed.Send()
 	}
 }
@@ -86,14 +103,14 @@ func (w *configWatch) restartNeeded() string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	switch {
-	case w.missing:
+	case w.state == missing:
 		return "there is no configuration any more"
 	case w.follow:
 		return ""
 	case w.refused != "":
 		return w.refused
 	}
-	return oneline.List(w.differs, ", ")
+	return oneline.List(w.differs(), ", ")
 }
 
 // refusal returns why the configuration in the store cannot be used, or "" if it can.
@@ -117,47 +134,46 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	log := klog.FromContext(ctx)
-	wasMissing := w.missing
-	wasRefused := w.refused
-	before := w.differs
-	news := false
-	w.missing = text == nil
+	was := w.state
+	differed := w.refused != "" || len(w.differs()) > 0
+	news := text != nil && err == nil && !w.stores(cfg)
 
-	switch {
-	case w.missing:
-		w.stored = nil
-		w.refused = ""
-	case err != nil:
-		w.stored = nil
-	default:
-		if news = !w.stores(cfg); news {
+	w.set(func() {
+		switch {
+		case text == nil:
+			w.state = missing
 			w.refused = ""
-			w.failed = false
+		case err != nil:
+			w.state = invalid
+		case news:
+			w.state = valid
+			w.refused = ""
+			w.stored = cfg
+		default:
+			w.stored = cfg
 		}
-		w.stored = &cfg
-	}
-
-	w.compare()
-	if news { // compare does not send if w.differs, which hides values, has the same text as before
+	})
+	if news { // set does not send if the result of differs, which hides values, has the same text as before
 		w.changed.Send()
 	}
 
+	differs := w.differs()
 	switch {
-	case w.missing && !wasMissing:
+	case w.state == missing && was != missing:
 		log.Error(nil, "the network configuration cannot be used any more: flanneld goes on with the one that it has, but could not start again", "reason", "there is no configuration any more")
-	case w.missing:
+	case w.state == missing:
 	case err != nil:
 		w.logRefusal(ctx, err)
-	case len(w.differs) == 0:
-		if wasMissing || wasRefused != "" || len(before) > 0 {
+	case len(differs) == 0:
+		if was == missing || differed {
 			log.Info("the network configuration is again the one in use")
 		}
 
 	case !news:
 	case w.follow:
-		log.Info("the network configuration has changed", "changes", oneline.List(w.differs, ", "))
+		log.Info("the network configuration has changed", "changes", oneline.List(differs, ", "))
 	default:
-		log.Info("the network configuration has changed: restart needed", "changes", oneline.List(w.differs, ", "))
+		log.Info("the network configuration has changed: restart needed", "changes", oneline.List(differs, ", "))
 	}
 }
 
@@ -181,15 +197,18 @@ func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) 
 func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if unknown := w.stored == nil && !w.missing && w.refused == ""; unknown {
-		w.stored = &cfg
+	w.set(func() {
+		if w.state == unknown {
+			w.state = valid
+			w.stored = cfg
+		}
+		if w.stores(cfg) && !w.follow {
+			w.state = failed // there is no other attempt, and no reason to exit either
+		}
+	})
+	if w.stores(cfg) {
+		w.logRefusal(ctx, why)
 	}
-	if !w.stores(cfg) {
-		return
-	}
-	w.failed = !w.follow // there is no other attempt, and no reason to exit either
-	w.compare()
-	w.logRefusal(ctx, why)
 }
 
 // giveUp records and logs why the network cannot use cfg, whose backend has not started. After that next
@@ -199,29 +218,32 @@ func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) 
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.stores(cfg) {
-		w.failed = true
+		w.state = failed
 		w.logRefusal(ctx, why)
 	}
 }
 
 // stores reports whether the store has cfg, or cfg is a step toward what it has. The caller holds w.mu.
 func (w *configWatch) stores(cfg subnet.Config) bool {
-	return w.stored != nil && (len(subnet.Changes(*w.stored, cfg.Goal())) == 0 || len(subnet.Changes(w.used.Toward(*w.stored), cfg)) == 0)
+	return w.state >= valid && (len(subnet.Changes(w.stored, cfg.Goal())) == 0 ||
+		w.used != nil && len(subnet.Changes(w.used.Toward(w.stored), cfg)) == 0)
 }
 
 // hasGivenUp reports whether the configuration in the store, or a step toward it, was tried and did not start.
 func (w *configWatch) hasGivenUp() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.failed
+	return w.state == failed
 }
 
 // recordRefusal records why the configuration in the store cannot be used. The caller has logged it.
 func (w *configWatch) recordRefusal(why error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.stored, w.missing, w.refused = nil, false, oneline.Text(why)
-	w.compare()
+	w.set(func() {
+		w.state = invalid
+		w.refused = oneline.Text(why)
+	})
 }
 
 // logRefusal records and logs a reason, and warns operators of it, unless the reason is the present one.
@@ -256,7 +278,7 @@ func (w *configWatch) exit(ctx context.Context) error {
 		if cfg != nil {
 			w.mu.Lock()
 			defer w.mu.Unlock()
-			return fmt.Errorf("%w: %s", ErrConfigChanged, oneline.List(w.differs, ", "))
+			return fmt.Errorf("%w: %s", ErrConfigChanged, oneline.List(w.differs(), ", "))
 		}
 		select {
 		case <-ctx.Done():

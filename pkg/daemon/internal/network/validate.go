@@ -3,12 +3,65 @@
 package network
 
 import (
+	"context"
+	"net"
+	"net/netip"
+	"net/url"
 	"slices"
+	"strings"
+	"time"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
+
+// lookupTimeout limits the lookup of the names of etcd endpoints. The connection to etcd has looked them up
+// before, so they are usually cached.
+const lookupTimeout = time.Second
+
+// CheckRanges returns an error if a host could be given a subnet of cfg that contains an address of this host
+// or of etcd, because routes to that subnet would cut the host off. It ignores addresses that are in the
+// ranges of used as well. used is the configuration in use, or zero.
+func CheckRanges(ctx context.Context, cfg, used subnet.Config, iface underlay.Interface, etcdEndpoints []string) error {
+	var own []netip.Addr
+	for _, a := range iface.Addrs {
+		own = append(own, a.Local, a.Public)
+	}
+	if err := cfg.Spares(used, "this host", own...); err != nil {
+		return err
+	}
+	return cfg.Spares(used, "etcd", endpointAddrs(ctx, etcdEndpoints)...)
+}
+
+// endpointAddrs returns the addresses of etcd endpoints. It leaves out names that cannot be looked up.
+func endpointAddrs(ctx context.Context, endpoints []string) (addrs []netip.Addr) {
+	ctx, cancel := context.WithTimeout(ctx, lookupTimeout)
+	defer cancel()
+	for _, e := range endpoints {
+		if !strings.Contains(e, "://") { // etcd's client allows HOST:PORT too
+			e = "http://" + e
+		}
+		u, err := url.Parse(e)
+		if err != nil {
+			continue
+		}
+		found, _ := net.DefaultResolver.LookupNetIP(ctx, "ip", u.Hostname()) // returns an address as it is
+		for _, a := range found {
+			addrs = append(addrs, a.Unmap())
+		}
+	}
+	return addrs
+}
+
+// checkRanges is CheckRanges with the interface iface and the options of this network. With Kubernetes it
+// returns nil, because the API assigns the subnets.
+func (p *parts) checkRanges(ctx context.Context, cfg, used subnet.Config, iface underlay.Interface) error {
+	if p.opts.KubeSubnetMgr || slices.Equal(cfg.Networks, used.Networks) {
+		return nil
+	}
+	return CheckRanges(ctx, cfg, used, iface, p.opts.EtcdEndpoints)
+}
 
 // usualMTU is the MTU of most external interfaces in bytes.
 const usualMTU = 1500
