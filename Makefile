@@ -60,7 +60,7 @@ GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
 .PHONY: help build module demo test test-unit test-kernel test-alone test-e2e test-vm test-kubernetes test-release test-cloud test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep lint-probes lint-license \
-	lint-unit lint-rules fmt pages pictures image chart dist release release-key release-verify dist-check deps components components-short components-nodes walk clean FORCE
+	lint-unit lint-rules fmt pages pictures image chart dist release release-key release-verify dist-check deps components components-short components-nodes upgrade walk clean FORCE
 
 help: ## print this list
 	@echo 'flanneld $(VERSION)'
@@ -122,6 +122,10 @@ bench: build deps components ## measure the daemon and the kernel's own limit (a
 
 walk: build deps components-short ## change a network at random, and compare its hosts with new ones at the end (WALKFLAGS='-seed 7 -for 1h')
 	go test -count=1 -timeout=0 -v -run '^TestWalks$$' ./test/e2e -args $(WALKFLAGS)
+
+upgrade: build deps ## roll hosts under traffic from another version to this one, back, and forth again (FORMER=v1.0.0)
+	git worktree add --force --detach bin/former $(FORMER) && go -C bin/former build -o ../former-flanneld ./cmd/flanneld && git worktree remove --force bin/former
+	go test -count=1 -v -run '^TestRestartsUnderTraffic$$' ./test/e2e -args -former=$(CURDIR)/bin/former-flanneld
 
 comma := ,
 storm: deps components ## measure stores under thousands of hosts at once (half an hour, 12 GB of memory; with QUICK=1 some minutes)

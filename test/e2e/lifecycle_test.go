@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"net"
 	"net/http"
@@ -352,6 +353,10 @@ func TestSecondSignalKills(t *testing.T) {
 	}
 }
 
+// former is the path of a flanneld of another version, for tests of an upgrade. It is empty if hosts are to run
+// this version only.
+var former = flag.String("former", "", "path of a flanneld of another version that hosts run in turns with this one")
+
 // TestRestartsUnderTraffic checks that no packet is lost while daemons are killed or
 // stopped and start again.
 func TestRestartsUnderTraffic(t *testing.T) {
@@ -361,10 +366,13 @@ func TestRestartsUnderTraffic(t *testing.T) {
 	}
 }
 
+// testRestartsUnderTraffic restarts the daemons of two hosts in turns. With -former both start with the former
+// version, and change to the other version with each restart. They end with this version, as after an upgrade
+// that was rolled back once.
 func testRestartsUnderTraffic(t *testing.T, backend string) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig(backend))
-	startAll(t, l, lab.FlanneldOptions{})
+	startAll(t, l, lab.FlanneldOptions{Path: *former})
 	flows := startFlows(t, l, 100)
 
 	kills := 4
@@ -372,6 +380,10 @@ func testRestartsUnderTraffic(t *testing.T, backend string) {
 		kills = 2
 	}
 	for i := range kills + 1 {
+		version := ""
+		if i%2 == 1 {
+			version = *former
+		}
 		for _, h := range l.Hosts() {
 			if i < kills {
 				h.Daemon().Kill()
@@ -379,7 +391,7 @@ func testRestartsUnderTraffic(t *testing.T, backend string) {
 				expectStop(t, h.Daemon())
 			}
 			pause(t, 200*time.Millisecond)
-			startOne(t, h, lab.FlanneldOptions{})
+			startOne(t, h, lab.FlanneldOptions{Path: version})
 		}
 	}
 
