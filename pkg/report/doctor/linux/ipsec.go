@@ -4,11 +4,11 @@ package linux
 
 import (
 	"errors"
-	"net"
 	"net/netip"
 	"slices"
 
 	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/report/doctor"
@@ -37,11 +37,20 @@ func policies() ([]doctor.Policy, error) {
 		states = append(states, of...)
 	}
 
+	if len(all) == 0 {
+		return nil, nil
+	}
+	selectors, err := selectors()
+	if err != nil {
+		return nil, err
+	}
+
 	slices.SortStableFunc(all, func(a, b netlink.XfrmPolicy) int { return a.Priority - b.Priority })
 	var found []doctor.Policy
 	for _, p := range all {
 		direction := map[netlink.Dir]string{netlink.XFRM_DIR_OUT: "out", netlink.XFRM_DIR_IN: "in", netlink.XFRM_DIR_FWD: "fwd"}[p.Dir]
-		if direction == "" || p.Mark != nil || p.Ifid != 0 || p.Ifindex != 0 || p.SrcPort != 0 {
+		between, known := selectors[p.Index]
+		if !known || direction == "" || p.Mark != nil || p.Ifid != 0 || p.Ifindex != 0 || p.SrcPort != 0 {
 			continue
 		}
 
@@ -49,7 +58,7 @@ func policies() ([]doctor.Policy, error) {
 			return t.Optional == 0 && !slices.ContainsFunc(states, func(s netlink.XfrmState) bool { return serves(s, t) })
 		}
 		found = append(found, doctor.Policy{
-			Direction: direction, Src: selector(p.Src), Dst: selector(p.Dst), Protocol: int(p.Proto), Port: p.DstPort,
+			Direction: direction, Src: between.src, Dst: between.dst, Protocol: int(p.Proto), Port: p.DstPort,
 			Blocks: p.Action == netlink.XFRM_POLICY_BLOCK, Lacks: slices.ContainsFunc(p.Tmpls, missing),
 		})
 	}
@@ -64,7 +73,25 @@ func serves(s netlink.XfrmState, t netlink.XfrmPolicyTmpl) bool {
 		(t.Dst == nil || t.Dst.IsUnspecified() || t.Dst.Equal(s.Dst))
 }
 
-func selector(n *net.IPNet) netip.Prefix {
-	p, _ := toPrefix(n)
-	return p
+type selector struct{ src, dst netip.Prefix }
+
+// selectors returns the selectors of all policies by index. XfrmPolicyList takes fd00:5::/48 for 253.0.0.5/0: to the
+// library an address is one of IPv4 if all but its first four bytes are zero (XfrmAddress.ToIP).
+func selectors() (map[int]selector, error) {
+	messages, err := dump(func() ([][]byte, error) {
+		request := nl.NewNetlinkRequest(nl.XFRM_MSG_GETPOLICY, unix.NLM_F_DUMP)
+		return request.Execute(unix.NETLINK_XFRM, nl.XFRM_MSG_NEWPOLICY)
+	})
+	all := map[int]selector{}
+	for _, m := range messages {
+		p := nl.DeserializeXfrmUserpolicyInfo(m)
+		prefix := func(a nl.XfrmAddress, bits uint8) netip.Prefix {
+			if p.Sel.Family == unix.AF_INET6 {
+				return netip.PrefixFrom(netip.AddrFrom16(a), int(bits))
+			}
+			return netip.PrefixFrom(netip.AddrFrom4([4]byte(a[:])), int(bits))
+		}
+		all[int(p.Index)] = selector{prefix(p.Sel.Saddr, p.Sel.PrefixlenS), prefix(p.Sel.Daddr, p.Sel.PrefixlenD)}
+	}
+	return all, err
 }
