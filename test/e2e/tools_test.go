@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os/exec"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -17,6 +18,7 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"golang.org/x/sys/unix"
 
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/test/lab"
 )
@@ -27,32 +29,81 @@ type toolFault struct {
 	// cause causes the fault and returns the function that mends it.
 	cause func(f toolFaults) (cure func())
 	cut   bool // pods do not reach each other
+	// The fault is only one with a tunnel, or only one of IPv4.
+	tunnel, v4 bool
 	// The texts that doctor, check and status must print. If one is empty, only the exit code counts.
 	doctor, check, status string
 	away                  bool // the daemon cannot be asked
 }
 
-// toolFaults is the lab of all faults. They are on host a, and its peer is host b.
+// toolFaults is a lab with one backend and one family. The faults are on host a, and its peer is host b.
 type toolFaults struct {
-	t          *testing.T
-	l          *lab.Lab
-	a, b       *lab.Host
-	ownA, ownB netip.Prefix // the subnets
+	t       *testing.T
+	l       *lab.Lab
+	family  prefix.Family
+	backend string
+	a, b    *lab.Host
+	// The subnets of the hosts, the device on which packets from host b to pods arrive, and the address of the store.
+	ownA, ownB netip.Prefix
+	dev, store string
+	leaseB     string // key of the lease of host b
+	mtu        int    // of the network
 }
 
-// TestToolsNameTheFault causes one fault after the other on a host. It measures whether pods reach each
-// other, and then asks doctor, check and status on that host. If pods are cut off, the tools must fail and name the
-// cause. Otherwise they must succeed. After the cure they must find nothing.
+// in reports whether fault number i is tried in a lab. Each one is tried in two of the four labs, with both backends
+// and both families if it can be: that costs no more time than all of them in one lab.
+func (f toolFault) in(l toolFaults, i int) bool {
+	switch {
+	case f.tunnel || f.v4:
+		return (l.backend == "vxlan" || !f.tunnel) && (l.family == prefix.IPv4 || !f.v4)
+	case i%2 == 0:
+		return (l.backend == "vxlan") == (l.family == prefix.IPv4)
+	}
+	return (l.backend == "vxlan") != (l.family == prefix.IPv4)
+}
+
+// TestToolsNameTheFault causes one fault after the other on a host, in four labs with different backends and
+// families. It measures whether pods reach each other, and then asks doctor, check and status on that host. If pods
+// are cut off, the tools must fail and name the cause. Otherwise they must succeed. After the cure they must find
+// nothing.
 //
 //stages:rest it waits seconds for the missing answers of each fault
 func TestToolsNameTheFault(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	for _, in := range []struct {
+		backend string
+		family  prefix.Family
+	}{{"vxlan", prefix.IPv4}, {"vxlan", prefix.IPv6}, {"host-gw", prefix.IPv4}, {"host-gw", prefix.IPv6}} {
+		t.Run(in.backend+" "+in.family.String(), func(t *testing.T) {
+			t.Parallel()
+			testToolsNameTheFault(t, in.backend, in.family)
+		})
+	}
+}
+
+func testToolsNameTheFault(t *testing.T, backend string, family prefix.Family) {
+	l := newLab(t, lab.Config{Hosts: 2, Families: []prefix.Family{family}}, fmt.Sprintf(`{"Type":%q}`, backend))
 	startAll(t, l, lab.FlanneldOptions{})
 	expectConverged(t, l)
-	f := toolFaults{t, l, l.Host(1), l.Host(2), statusOf(t, l.Host(1)).Lease.Subnets[0], statusOf(t, l.Host(2)).Lease.Subnets[0]}
+	f := toolFaults{t: t, l: l, family: family, backend: backend, a: l.Host(1), b: l.Host(2), dev: "eth0", store: "192.168.77.254"}
+	if family == prefix.IPv6 {
+		f.store = "fd00:77::fe"
+	}
+
+	r := statusOf(t, f.a)
+	f.ownA = r.Lease.Subnets[0]
+	other := statusOf(t, f.b).Lease
+	f.ownB = other.Subnets[0]
+	f.leaseB = other.Key
+	f.mtu = r.Network.MTU
+	if len(r.Network.Devices) > 0 {
+		f.dev = r.Network.Devices[0]
+	}
 	f.expectFine("before all faults")
-	for _, fault := range toolFaultTable() {
+	for i, fault := range f.table() {
+		if !fault.in(f, i) {
+			continue
+		}
 		ok := t.Run(fault.name, func(t *testing.T) {
 			f.t = t
 			cure := sync.OnceFunc(fault.cause(f))
@@ -72,18 +123,24 @@ func TestToolsNameTheFault(t *testing.T) {
 	}
 }
 
-// toolFaultTable returns the faults.
-func toolFaultTable() []toolFault {
+// table returns the faults of all labs, in the words of this one.
+func (f toolFaults) table() []toolFault {
+	iptables := map[prefix.Family]string{prefix.IPv4: "iptables", prefix.IPv6: "ip6tables"}[f.family]
+	other := map[string]string{"vxlan": "host-gw", "host-gw": "vxlan"}[f.backend]
+	former := map[prefix.Family]string{prefix.IPv4: "10.5.250.1/24", prefix.IPv6: "fd00:5:0:fffa::1/64"}[f.family]
+	foreign := map[prefix.Family][3]string{ // a network, its peer in a VPN, and this host
+		prefix.IPv4: {"10.9.0.0/16", "192.168.77.9", "192.168.77.1"}, prefix.IPv6: {"fd00:9::/48", "fd00:77::9", "fd00:77::1"},
+	}[f.family]
+	all := netip.PrefixFrom(f.ownA.Addr(), f.ownA.Bits()/2).Masked().String() // the network and more
 	return []toolFault{
 		{
 			name: "peer is refused", cut: true,
 			cause: func(f toolFaults) func() {
 				// The peer's daemon must not write its lease again.
 				f.freeze(f.b)
-				other := func(from, to string) { f.editLease(f.ownB, from, to) }
-				other(`"vxlan"`, `"host-gw"`)
+				f.editLease(strconv.Quote(f.backend), strconv.Quote(other))
 				return func() {
-					other(`"host-gw"`, `"vxlan"`)
+					f.editLease(strconv.Quote(other), strconv.Quote(f.backend))
 					f.thaw(f.b)
 				}
 			},
@@ -93,7 +150,7 @@ func toolFaultTable() []toolFault {
 			name: "route is missing and the daemon hangs", cut: true, away: true,
 			cause: func(f toolFaults) func() {
 				f.freeze(f.a)
-				f.run("ip", "route", "del", f.ownB.String())
+				f.ip("route", "del", f.ownB.String())
 				return func() { f.thaw(f.a) }
 			},
 			doctor: "no flanneld answers",
@@ -102,33 +159,33 @@ func toolFaultTable() []toolFault {
 			name: "bridge has the address of a former subnet", cut: true,
 			cause: func(f toolFaults) func() {
 				own := netip.PrefixFrom(f.ownA.Addr().Next(), f.ownA.Bits()).String()
-				f.run("ip", "addr", "add", "10.5.250.1/24", "dev", lab.PodBridge)
-				f.run("ip", "addr", "del", own, "dev", lab.PodBridge)
+				f.ip("addr", "add", former, "dev", lab.PodBridge)
+				f.ip("addr", "del", own, "dev", lab.PodBridge)
 				return func() {
-					f.run("ip", "addr", "add", own, "dev", lab.PodBridge)
-					f.run("ip", "addr", "del", "10.5.250.1/24", "dev", lab.PodBridge)
+					f.ip("addr", "add", own, "dev", lab.PodBridge)
+					f.ip("addr", "del", former, "dev", lab.PodBridge)
 				}
 			},
-			doctor: "cni0 has the address 10.5.250.1/24", check: "bridge", status: "cni0 has the address",
+			doctor: "cni0 has the address " + former, check: "bridge", status: "cni0 has the address",
 		},
 		{
 			name: "bridge has a smaller MTU than its pods", cut: true,
 			cause: func(f toolFaults) func() {
-				f.run("ip", "link", "set", lab.PodBridge, "mtu", "1280")
-				return func() { f.run("ip", "link", "set", lab.PodBridge, "mtu", "1450") }
+				f.ip("link", "set", lab.PodBridge, "mtu", "1280")
+				return func() { f.ip("link", "set", lab.PodBridge, "mtu", strconv.Itoa(f.mtu)) }
 			},
 			doctor: "cni0 has MTU 1280", check: "mtu", status: "cni0 has MTU",
 		},
 		{
 			name: "rule sends packets to another table", cut: true,
 			cause: func(f toolFaults) func() {
-				f.run("ip", "link", "add", "vpn0", "type", "veth", "peer", "name", "vpn1")
-				f.run("ip", "link", "set", "vpn0", "up")
-				f.run("ip", "route", "add", "default", "dev", "vpn0", "table", "52")
-				f.run("ip", "rule", "add", "from", f.ownA.String(), "lookup", "52", "pref", "5270")
+				f.ip("link", "add", "vpn0", "type", "veth", "peer", "name", "vpn1")
+				f.ip("link", "set", "vpn0", "up")
+				f.ip("route", "add", "default", "dev", "vpn0", "table", "52")
+				f.ip("rule", "add", "from", f.ownA.String(), "lookup", "52", "pref", "5270")
 				return func() {
-					f.run("ip", "rule", "del", "pref", "5270")
-					f.run("ip", "link", "del", "vpn0")
+					f.ip("rule", "del", "pref", "5270")
+					f.ip("link", "del", "vpn0")
 				}
 			},
 			doctor: "5270", check: "rule", status: "5270",
@@ -136,19 +193,23 @@ func toolFaultTable() []toolFault {
 		{
 			name: "rule leads to a table with the same route",
 			cause: func(f toolFaults) func() {
-				f.run("ip", "route", "add", f.ownB.String(), "via", f.ownB.Addr().String(), "dev", "flannel.1", "onlink", "table", "77")
-				f.run("ip", "rule", "add", "to", f.ownB.String(), "lookup", "77", "pref", "5271")
+				via := f.ownB.Addr()
+				if f.backend == "host-gw" {
+					via = f.b.Addr(f.family)
+				}
+				f.ip("route", "add", f.ownB.String(), "via", via.String(), "dev", f.dev, "onlink", "table", "77")
+				f.ip("rule", "add", "to", f.ownB.String(), "lookup", "77", "pref", "5271")
 				return func() {
-					f.run("ip", "rule", "del", "pref", "5271")
-					f.run("ip", "route", "flush", "table", "77")
+					f.ip("rule", "del", "pref", "5271")
+					f.ip("route", "flush", "table", "77")
 				}
 			},
 		},
 		{
 			name: "rule drops packets", cut: true,
 			cause: func(f toolFaults) func() {
-				f.run("ip", "rule", "add", "from", f.ownA.String(), "blackhole", "pref", "5272")
-				return func() { f.run("ip", "rule", "del", "pref", "5272") }
+				f.ip("rule", "add", "from", f.ownA.String(), "blackhole", "pref", "5272")
+				return func() { f.ip("rule", "del", "pref", "5272") }
 			},
 			doctor: "5272", check: "rule", status: "5272",
 		},
@@ -156,13 +217,13 @@ func toolFaultTable() []toolFault {
 			name: "longer route drops packets", cut: true,
 			cause: func(f toolFaults) func() {
 				half := netip.PrefixFrom(f.ownB.Addr(), f.ownB.Bits()+1).String()
-				f.run("ip", "route", "add", "blackhole", half)
-				return func() { f.run("ip", "route", "del", "blackhole", half) }
+				f.ip("route", "add", "blackhole", half)
+				return func() { f.ip("route", "del", "blackhole", half) }
 			},
 			doctor: "route", check: "route", status: "route",
 		},
 		{
-			name: "strict reverse-path filter drops packets that come another way", cut: true,
+			name: "strict reverse-path filter drops packets that come another way", cut: true, tunnel: true, v4: true,
 			cause: func(f toolFaults) func() {
 				mend := directRoute(f)
 				f.run("sysctl", "-w", "net/ipv4/conf/flannel.1/rp_filter=1")
@@ -175,12 +236,12 @@ func toolFaultTable() []toolFault {
 		},
 		{name: "packets take another way that works", cause: directRoute},
 		{
-			name: "device of the tunnel does not forward", cut: true,
-			cause:  sysctlFault("net/ipv4/conf/flannel.1/forwarding"),
-			doctor: "net/ipv4/conf/flannel.1/forwarding", check: "forwarding", status: "flannel.1 does not forward",
+			name: "device of packets from other hosts does not forward", cut: true, v4: true,
+			cause:  sysctlFault("net/ipv4/conf/" + f.dev + "/forwarding"),
+			doctor: "net/ipv4/conf/" + f.dev + "/forwarding", check: "forwarding", status: f.dev + " does not forward",
 		},
 		{
-			name: "bridge does not forward", cut: true,
+			name: "bridge does not forward", cut: true, v4: true,
 			cause:  sysctlFault("net/ipv4/conf/cni0/forwarding"),
 			doctor: "net/ipv4/conf/cni0/forwarding", check: "forwarding", status: "cni0 does not forward",
 		},
@@ -194,65 +255,66 @@ func toolFaultTable() []toolFault {
 		{
 			name: "IPsec without its VPN takes packets of pods", cut: true,
 			cause: func(f toolFaults) func() {
-				return f.policy("src", "10.0.0.0/8", "dst", f.ownB.String(), "dir", "out",
-					"tmpl", "src", "192.168.77.1", "dst", "192.168.77.9", "proto", "esp", "mode", "tunnel")
+				return f.policy("src", all, "dst", f.ownB.String(), "dir", "out",
+					"tmpl", "src", foreign[2], "dst", foreign[1], "proto", "esp", "mode", "tunnel")
 			},
 			doctor: "no security association", check: "ipsec", status: "an IPsec policy",
 		},
 		{
-			name: "IPsec drops the tunnel", cut: true,
+			name: "IPsec drops the tunnel", cut: true, tunnel: true,
 			cause: func(f toolFaults) func() {
-				return f.policy("src", "0.0.0.0/0", "dst", "192.168.77.0/24", "proto", "udp", "dport", "8472", "dir", "out", "action", "block")
+				peer := f.b.Addr(f.family)
+				return f.policy("src", prefix.Host(f.a.Addr(f.family)).String(), "dst", prefix.Host(peer).String(), "proto", "udp", "dport", "8472", "dir", "out", "action", "block")
 			},
 			doctor: "to UDP port 8472", check: "ipsec", status: "an IPsec policy",
 		},
 		{
 			name: "IPsec encrypts other networks",
 			cause: func(f toolFaults) func() {
-				return f.policy("src", "10.5.0.0/16", "dst", "10.9.0.0/16", "dir", "out",
-					"tmpl", "src", "192.168.77.1", "dst", "192.168.77.9", "proto", "esp", "mode", "tunnel")
+				return f.policy("src", f.ownA.String(), "dst", foreign[0], "dir", "out",
+					"tmpl", "src", foreign[2], "dst", foreign[1], "proto", "esp", "mode", "tunnel")
 			},
 		},
 		{
-			name: "iptables-legacy drops the tunnel", cut: true,
-			cause:  iptablesFault("iptables-legacy", "INPUT", "-p", "udp", "--dport", "8472", "-j", "DROP"),
-			doctor: "iptables-legacy drops packets of other hosts to UDP port 8472", check: "firewall", status: "iptables-legacy drops",
+			name: "iptables-legacy drops the tunnel", cut: true, tunnel: true,
+			cause:  iptablesFault(iptables+"-legacy", "INPUT", "-p", "udp", "--dport", "8472", "-j", "DROP"),
+			doctor: iptables + "-legacy drops packets of other hosts to UDP port 8472", check: "firewall", status: iptables + "-legacy drops",
 		},
 		{
 			name: "iptables-nft rejects packets before the rules of flanneld", cut: true,
-			cause:  iptablesFault("iptables-nft", "FORWARD", "-i", "cni0", "-j", "REJECT"),
-			doctor: "iptables-nft drops forwarded packets of pods from cni0 to flannel.1", check: "firewall", status: "iptables-nft drops",
+			cause:  iptablesFault(iptables+"-nft", "FORWARD", "-i", "cni0", "-j", "REJECT"),
+			doctor: iptables + "-nft drops forwarded packets of pods from cni0 to " + f.dev, check: "firewall", status: iptables + "-nft drops",
 		},
 		{
-			name: "iptables-nft drops what the host sends through the tunnel", cut: true,
+			name: "iptables-nft drops what the host sends through the tunnel", cut: true, tunnel: true,
 			cause: func(f toolFaults) func() {
-				f.run("iptables-nft", "-I", "OUTPUT", "-p", "udp", "--dport", "8472", "-j", "DROP")
-				return func() { f.run("iptables-nft", "-D", "OUTPUT", "-p", "udp", "--dport", "8472", "-j", "DROP") }
+				f.run(iptables+"-nft", "-I", "OUTPUT", "-p", "udp", "--dport", "8472", "-j", "DROP")
+				return func() { f.run(iptables+"-nft", "-D", "OUTPUT", "-p", "udp", "--dport", "8472", "-j", "DROP") }
 			},
-			doctor: "packets of this host to UDP port 8472", check: "firewall", status: "iptables-nft drops",
+			doctor: "packets of this host to UDP port 8472", check: "firewall", status: iptables + "-nft drops",
 		},
 		{
-			name: "nftables drops all but a few ports", cut: true,
-			cause:  nftFault("chain in { type filter hook input priority 0 ; policy drop ; ct state established,related accept ; iifname lo accept ; meta l4proto icmp accept ; tcp dport { 22, 443 } accept ; }"),
+			name: "nftables drops all but a few ports", cut: true, tunnel: true,
+			cause:  nftFault("chain in { type filter hook input priority 0 ; policy drop ; ct state established,related accept ; iifname lo accept ; meta l4proto { icmp, ipv6-icmp } accept ; tcp dport { 22, 443 } accept ; }"),
 			doctor: "nft drops packets of other hosts to UDP port 8472 in chain in of table inet foreign: policy drop", check: "firewall", status: "nft drops",
 		},
 		{
 			name: "nftables rejects forwarded packets", cut: true,
 			cause:  nftFault("chain through { type filter hook forward priority -5 ; iifname cni0 reject ; }"),
-			doctor: "nft drops forwarded packets of pods from cni0 to flannel.1", check: "firewall", status: "nft drops",
+			doctor: "nft drops forwarded packets of pods from cni0 to " + f.dev, check: "firewall", status: "nft drops",
 		},
 		{
 			name:  "nftables drops other packets",
-			cause: nftFault("chain in { type filter hook input priority 0 ; policy drop ; ct state established,related accept ; iifname lo accept ; iifname { eth0, flannel.1 } accept ; } ; chain through { type filter hook forward priority 0 ; tcp dport 25 drop ; }"),
+			cause: nftFault("chain in { type filter hook input priority 0 ; policy drop ; ct state established,related accept ; iifname lo accept ; iifname { eth0, cni0, flannel.1, flannel-v6.1 } accept ; } ; chain through { type filter hook forward priority 0 ; tcp dport 25 drop ; }"),
 		},
 		{
 			name:  "iptables drops another port",
-			cause: iptablesFault("iptables-nft", "INPUT", "-p", "udp", "--dport", "8473", "-j", "DROP"),
+			cause: iptablesFault(iptables+"-nft", "INPUT", "-p", "udp", "--dport", "8473", "-j", "DROP"),
 		},
 		{
 			name: "host drops pings",
 			cause: func(f toolFaults) func() {
-				nft(f.t, f.b.Namespace, "table inet quiet { chain in { type filter hook input priority 0 ; meta l4proto icmp drop ; } ; }")
+				nft(f.t, f.b.Namespace, "table inet quiet { chain in { type filter hook input priority 0 ; icmp type echo-request drop ; icmpv6 type echo-request drop ; } ; }")
 				return func() { nft(f.t, f.b.Namespace, "delete table inet quiet") }
 			},
 			check: "icmp filtered",
@@ -260,8 +322,8 @@ func toolFaultTable() []toolFault {
 		{
 			name: "store is unreachable",
 			cause: func(f toolFaults) func() {
-				f.run("ip", "route", "add", "blackhole", "192.168.77.254")
-				return func() { f.run("ip", "route", "del", "blackhole", "192.168.77.254") }
+				f.ip("route", "add", "blackhole", f.store)
+				return func() { f.ip("route", "del", "blackhole", f.store) }
 			},
 		},
 	}
@@ -271,8 +333,8 @@ func toolFaultTable() []toolFault {
 // each other directly.
 func directRoute(f toolFaults) func() {
 	half := netip.PrefixFrom(f.ownB.Addr(), f.ownB.Bits()+1).String()
-	f.run("ip", "route", "add", half, "via", f.b.Addr(v4[0]).String(), "dev", "eth0")
-	return func() { f.run("ip", "route", "del", half) }
+	f.ip("route", "add", half, "via", f.b.Addr(f.family).String(), "dev", "eth0")
+	return func() { f.ip("route", "del", half) }
 }
 
 // nftFault returns a fault that adds a table with nft.
@@ -302,8 +364,15 @@ func sysctlFault(key string) func(toolFaults) func() {
 // policy adds a policy of IPsec, and returns the function that removes all.
 func (f toolFaults) policy(args ...string) func() {
 	f.t.Helper()
-	f.run("ip", append([]string{"xfrm", "policy", "add"}, args...)...)
-	return func() { f.run("ip", "xfrm", "policy", "deleteall") }
+	f.ip(append([]string{"xfrm", "policy", "add"}, args...)...)
+	return func() { f.ip("xfrm", "policy", "deleteall") }
+}
+
+// ip runs ip(8) for the family of the lab on the host with the fault.
+func (f toolFaults) ip(args ...string) {
+	f.t.Helper()
+	family := map[prefix.Family]string{prefix.IPv4: "-4", prefix.IPv6: "-6"}[f.family]
+	f.run("ip", append([]string{family}, args...)...)
 }
 
 // run runs a program on the host with the fault.
@@ -314,11 +383,11 @@ func (f toolFaults) run(program string, args ...string) {
 	}
 }
 
-// editLease replaces a text in the lease of a subnet.
-func (f toolFaults) editLease(subnet netip.Prefix, from, to string) {
+// editLease replaces a text in the lease of host b.
+func (f toolFaults) editLease(from, to string) {
 	f.t.Helper()
 	ctx, client := testContext(f.t), etcdClient(f.t, f.l)
-	key := subnets + strings.ReplaceAll(subnet.String(), "/", "-")
+	key := subnets + f.leaseB
 	have, err := client.Get(ctx, key)
 	if err != nil || len(have.Kvs) != 1 {
 		f.t.Fatalf("%s: %v, %v", key, have, err)
@@ -359,7 +428,7 @@ func (f toolFaults) expectPods(cut bool) {
 }
 
 func (f toolFaults) ping(from, to *lab.Host) error {
-	_, err := from.Pods()[0].Ping(testContext(f.t), to.Pods()[0].Addrs()[0], ping.Options{Size: 1450, DontFragment: true, Timeout: time.Second})
+	_, err := from.Pods()[0].Ping(testContext(f.t), to.Pods()[0].Addrs()[0], ping.Options{Size: f.mtu, DontFragment: true, Timeout: time.Second})
 	return err
 }
 
