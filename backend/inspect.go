@@ -47,6 +47,12 @@ type Choice struct {
 	Waiting string // the reason why Backend is not the preferred one; empty if it is
 }
 
+// Migrator is a Network that changes to another backend. Its method is called from the goroutine that calls Sync.
+type Migrator interface {
+	// NotStarted returns why the next backend does not run on this host, or nil if it does.
+	NotStarted() error
+}
+
 // CloudRouter is a Network whose packets follow routes in the tables of a cloud. Its method may
 // be called at any time.
 type CloudRouter interface {
@@ -111,6 +117,8 @@ type Inspection struct {
 	Overflow *OverflowReport            // nil if the network is not an Overflower
 	Location *LocationReport            // nil if the network is not a Locator, or has no locations
 	Shared   []subnet.SharedPublicIP    // public addresses that several served leases have
+	// NotStarted is why the next backend of a Migrator does not run; nil if it does, or if there is none.
+	NotStarted error
 }
 
 // Inspect returns the state between two passes. objects selects whether the result includes the
@@ -142,6 +150,9 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	if overflower, ok := s.Network.(Overflower); ok {
 		report := overflower.Overflow()
 		in.Overflow = &report
+	}
+	if migrator, ok := s.Network.(Migrator); ok {
+		in.NotStarted = migrator.NotStarted()
 	}
 	if locator, ok := s.Network.(Locator); ok {
 		in.Location = locator.Location()

@@ -178,6 +178,9 @@ func (n *network) startNext(ctx context.Context) {
 	klog.FromContext(ctx).Info("the next backend is running", "next", part.side.Type)
 }
 
+// NotStarted implements backend.Migrator.
+func (n *network) NotStarted() error { return n.notStarted }
+
 func (n *network) attempt(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	be := n.parts[next].be
 	running, err := be.Start(ctx, own)

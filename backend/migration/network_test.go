@@ -773,7 +773,7 @@ func TestClaimWithoutAModule(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := n.(*network).notStarted; !errors.Is(got, unix.EOPNOTSUPP) {
+		if got := n.(backend.Migrator).NotStarted(); !errors.Is(got, unix.EOPNOTSUPP) {
 			t.Errorf("%s does not start because of %v, want the reason why it has no data", to, got)
 		}
 		asks := func(when string, want bool) {

@@ -542,7 +542,9 @@ func TestBackendMigrationBystander(t *testing.T) {
 	migrate(t, l, "vxlan", userspace, l.Host(1), l.Host(2), blocked)
 	eventuallyCarriedBy(t, l.Host(1), "wireguard", l.Host(2))
 	eventuallyCarriedBy(t, l.Host(2), "wireguard", l.Host(1))
-	expectLog(t, blocked.Daemon(), "the next backend does not start")
+	const reason = "the next backend does not start: packets go on by the present one"
+	expectLog(t, blocked.Daemon(), reason)
+	expectFlannelctlFails(t, blocked, []string{"doctor"}, reason+" (wireguard: ", "cni0 has MTU 1450, the network carries 1440")
 	pause(t, 3*time.Second) // time in which hosts could wrongly change more routes
 	for _, h := range []*lab.Host{l.Host(1), l.Host(2)} {
 		eventuallyCarriedBy(t, h, "vxlan", blocked, bystander)

@@ -76,7 +76,7 @@ func Examine(networks ...Facts) []Finding {
 	findings := []Finding{} // not nil, so that JSON contains [] if there is none
 	for _, h := range networks {
 		for _, check := range []func() []Finding{
-			h.daemon, h.refused, h.missing, h.sharedAddresses, h.forwarding, h.connections, h.ways, h.ipsec, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules, h.before,
+			h.daemon, h.refused, h.missing, h.sharedAddresses, h.forwarding, h.connections, h.ways, h.ipsec, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules, h.next, h.before,
 		} {
 			for _, f := range check() {
 				// Both families, and several networks, may have the same finding.
@@ -463,6 +463,20 @@ func (h Facts) owner(inode string) (pid string, ok bool) {
 		}
 	}
 	return "", false
+}
+
+// next reports that the next backend of a migration does not start. Pods keep their network by the present one.
+func (h Facts) next() []Finding {
+	if h.Report == nil || h.Report.Network.NextError == "" {
+		return nil
+	}
+	kind := h.Report.Network.NextBackendType
+	fix := "mend what the error names"
+	if module, ok := map[string]string{"vxlan": "vxlan", "wireguard": "wireguard", "ipip": "ipip", "udp": "tun"}[kind]; ok {
+		fix += " (a missing module: modprobe " + module + ")"
+	}
+	fix += "; flanneld tries again within a minute"
+	return []Finding{note(fmt.Sprintf("the next backend does not start: packets go on by the present one (%s: %s)", kind, h.Report.Network.NextError), fix)}
 }
 
 // modules checks whether the kernel has the module of the backend, loaded or not.

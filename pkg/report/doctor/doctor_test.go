@@ -186,6 +186,9 @@ func TestDoctor(t *testing.T) {
 		{name: "migration to a backend with one route for all peers", report: func(r *status.Report) {
 			r.Network.NextBackendType, r.Network.Devices = "wireguard", []string{"flannel.1", "flannel-wg"}
 		}, facts: func(h *Facts) { h.Ways[0].Route = Route{Dev: "flannel-wg", Table: 254} }},
+		{name: "next backend does not start", report: func(r *status.Report) {
+			r.Network.NextBackendType, r.Network.NextError = "udp", "open /dev/net/tun: no such file or directory"
+		}, want: "the next backend does not start: packets go on by the present one (udp: open /dev/net/tun: no such file or directory)", fix: "modprobe tun)", note: true},
 		{name: "port of the next backend", report: func(r *status.Report) { r.Network.NextBackendType, r.Network.Ports = "wireguard", []int{8472, 4789} }, change: map[string]string{"proc/net/udp": udpSocket("12B5", "4242")}},
 		{name: "missing route", facts: func(h *Facts) {
 			h.Ways[0].Route = Route{Dev: "eth0", Via: netip.MustParseAddr("192.0.2.1"), Table: 254}

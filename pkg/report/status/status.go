@@ -82,6 +82,8 @@ type Network struct {
 	BackendType string `json:"backendType"`
 	// NextBackendType is the type of the backend to which the network migrates.
 	NextBackendType string `json:"nextBackendType,omitempty"`
+	// NextError says why the next backend does not run on this host. It is empty if it does.
+	NextError string `json:"nextError,omitempty"`
 	// Waiting is the number of peers to which the host still sends by the present backend. It is nil if the
 	// network does not migrate, or if the number is not known.
 	Waiting    *int           `json:"waiting,omitempty"`

@@ -157,6 +157,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	}
 	if now.Config.Migrates() {
 		r.Network.NextBackendType = now.Config.NextType
+		r.Network.NextError = oneline.Text(in.NotStarted)
 	}
 
 	r.Interface.Name = now.Interface.Name
