@@ -92,10 +92,7 @@ func driftCases() []contractCase {
 
 	add("routes with three duplicates", func(f *fixture) {
 		for n := range 3 {
-			for _, r := range directRoutes(3, 10+n) {
-				r.Protocol = protoStatic
-				f.must(f.Append(r))
-			}
+			f.must(f.Append(objects(ofOther(protoStatic, directRoutes(3, 10+n)))...))
 		}
 	})
 
@@ -173,11 +170,7 @@ func changedInPlace(f *fixture) {
 	f.spy.Take()
 	f.repair(want)
 	f.expect(want)
-	for _, op := range f.spy.Take() {
-		if op.Delete {
-			f.Errorf("%s, want only puts", op)
-		}
-	}
+	f.expectPuts()
 }
 
 // unreachableLike returns an unreachable route with the key of r.

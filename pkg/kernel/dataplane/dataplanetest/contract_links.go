@@ -83,9 +83,7 @@ func adoptDevices(f *fixture) {
 
 	f.reconcile(want, false)
 	f.reconcile(want, true)
-	if ops := f.spy.Take(); len(ops) > 0 {
-		f.Errorf("%d changes, the first %s; want none", len(ops), ops[0])
-	}
+	f.expectUntouched()
 	f.reconcile(Base(), true)
 	f.expect(Base())
 }
@@ -99,11 +97,7 @@ func completeDevice(f *fixture) {
 	f.must(f.Append(l))
 	f.reconcile(want, true)
 	f.expect(want)
-	for _, op := range f.spy.Take() {
-		if op.Delete {
-			f.Errorf("%s, want no delete", op)
-		}
-	}
+	f.expectPuts()
 }
 
 // checksumOffload checks that a device gets the checksum offload of the wanted link. If the wanted

@@ -32,6 +32,15 @@ func (f *fixture) retire(former, present dataplane.Scope, want int) {
 	}
 }
 
+// reconcileIn makes a Reconciler of another scope put the wanted state.
+func (f *fixture) reconcileIn(scope dataplane.Scope, want dataplane.State) {
+	f.Helper()
+	r, err := dataplane.NewReconciler(dataplane.Config{Kernel: f.World, Scope: scope})
+	f.must(err)
+	_, err = r.Reconcile(f.Context(), want, true)
+	f.must(err)
+}
+
 // otherNetwork returns a scope like Scope() and a state like Peers(n), but with two other
 // devices that have VNI 7.
 func otherNetwork(n int) (dataplane.Scope, dataplane.State) {
@@ -67,10 +76,7 @@ func otherNetwork(n int) (dataplane.Scope, dataplane.State) {
 func retireDevice(f *fixture) {
 	f.reconcile(Peers(3), true)
 	scope, want := otherNetwork(2)
-	r, err := dataplane.NewReconciler(dataplane.Config{Kernel: f.World, Scope: scope})
-	f.must(err)
-	_, err = r.Reconcile(f.Context(), want, true)
-	f.must(err)
+	f.reconcileIn(scope, want)
 	f.retire(Scope(), scope, 2)
 	have := f.readAll()
 	if len(have.Links) > 0 {
@@ -99,10 +105,7 @@ func retireForDirect(f *fixture) {
 		want.Add(r)
 	}
 	present := dataplane.Scope{Networks: Scope().Networks, Shared: []string{"eth0"}}
-	r, err := dataplane.NewReconciler(dataplane.Config{Kernel: f.World, Scope: present})
-	f.must(err)
-	_, err = r.Reconcile(f.Context(), want, true)
-	f.must(err)
+	f.reconcileIn(present, want)
 	f.retire(Scope(), present, 2)
 	f.expect(want)
 }
@@ -147,12 +150,10 @@ func retireNetwork(f *fixture) {
 
 func retireDirect(f *fixture) {
 	ours := directRoutes(2, 9)
-	theirs := directRoutes(3, 9)
+	theirs := ofOther(protoBoot, directRoutes(3, 9))
 	outside := directRoutes(4, 9)
-	for i := range theirs {
-		theirs[i].Protocol = protoBoot
-		outside[i].Dst = []netip.Prefix{netip.MustParsePrefix("172.30.0.0/16"), netip.MustParsePrefix("fd00:11::/48")}[i]
-	}
+	outside[0].Dst = netip.MustParsePrefix("172.30.0.0/16")
+	outside[1].Dst = netip.MustParsePrefix("fd00:11::/48")
 	f.must(f.Append(append(objects(ours), append(objects(theirs), objects(outside)...)...)...))
 	f.retire(dataplane.Scope{Networks: Scope().Networks, Shared: []string{"eth0"}}, dataplane.Scope{}, 2)
 	if !f.has(theirs...) || !f.has(outside...) || f.has(ours[:1]...) || f.has(ours[1:]...) {

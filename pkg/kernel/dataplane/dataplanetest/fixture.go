@@ -261,6 +261,33 @@ func (f *fixture) has(routes ...dataplane.Route) bool {
 	return !slices.ContainsFunc(routes, func(r dataplane.Route) bool { return !have.HasRoute(r) })
 }
 
+// expectPuts fails the test if the Reconciler has deleted anything since the last look.
+func (f *fixture) expectPuts() {
+	f.Helper()
+	for _, op := range f.spy.Take() {
+		if op.Delete {
+			f.Errorf("%s, want no delete", op)
+		}
+	}
+}
+
+// expectUntouched fails the test if the Reconciler has changed anything since the last look.
+func (f *fixture) expectUntouched() {
+	f.Helper()
+	if ops := f.spy.Take(); len(ops) > 0 {
+		f.Errorf("%d changes, the first %s; want none", len(ops), ops[0])
+	}
+}
+
+// ofOther returns routes as another program, with this protocol number, would create them.
+func ofOther(protocol uint8, routes []dataplane.Route) []dataplane.Route {
+	routes = slices.Clone(routes)
+	for i := range routes {
+		routes[i].Protocol = protocol
+	}
+	return routes
+}
+
 // state returns a copy of base with objects added.
 func state(base dataplane.State, objects ...dataplane.Object) dataplane.State {
 	s := dataplane.NewState()

@@ -11,17 +11,36 @@ import (
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 )
 
-// Append implements World.
-func (k *Kernel) Append(objects ...dataplane.Object) error {
+// change makes a change as another program.
+func (k *Kernel) change(how func() error) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	defer k.disturbed()
-	for _, o := range objects {
-		if err := k.append(o); err != nil {
-			return err
+	return how()
+}
+
+// changeDevice is change for a device, which must exist.
+func (k *Kernel) changeDevice(dev string, how func(*device)) error {
+	return k.change(func() error {
+		d, ok := k.devices[dev]
+		if !ok {
+			return syscall.ENODEV
 		}
-	}
-	return nil
+		how(d)
+		return nil
+	})
+}
+
+// Append implements World.
+func (k *Kernel) Append(objects ...dataplane.Object) error {
+	return k.change(func() error {
+		for _, o := range objects {
+			if err := k.append(o); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
 }
 
 func (k *Kernel) append(o dataplane.Object) error {
@@ -67,80 +86,55 @@ func (k *Kernel) appendRoute(r dataplane.Route) error {
 
 // Change implements World.
 func (k *Kernel) Change(r dataplane.Route) error {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	defer k.disturbed()
-	return k.putRoute(r)
+	return k.change(func() error { return k.putRoute(r) })
 }
 
 // Remove implements World.
 func (k *Kernel) Remove(objects ...dataplane.Object) error {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	defer k.disturbed()
-	for _, o := range objects {
-		k.remove(o)
-	}
-	return nil
+	return k.change(func() error {
+		for _, o := range objects {
+			k.remove(o)
+		}
+		return nil
+	})
 }
 
 // SetUp implements World.
 func (k *Kernel) SetUp(dev string, up bool) error {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	defer k.disturbed()
-	d, ok := k.devices[dev]
-	switch {
-	case !ok:
-		return syscall.ENODEV
-	case up && !d.Up:
-		k.up(d)
-	case !up && d.Up:
-		k.down(d)
-	}
-	return nil
+	return k.changeDevice(dev, func(d *device) {
+		switch {
+		case up && !d.Up:
+			k.up(d)
+		case !up && d.Up:
+			k.down(d)
+		}
+	})
 }
 
 // SetCarrier implements World. When a device loses its carrier, the kernel deletes routes
 // through nexthop objects without an announcement, and keeps other routes.
 func (k *Kernel) SetCarrier(dev string, on bool) error {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	defer k.disturbed()
-	d, ok := k.devices[dev]
-	if !ok {
-		return syscall.ENODEV
-	}
-
-	d.carrier = on
-	if !on {
-		k.routes = slices.DeleteFunc(k.routes, func(r dataplane.Route) bool { return r.Dev == dev && r.NexthopID != 0 })
-		k.silent++
-	}
-	return nil
+	return k.changeDevice(dev, func(d *device) {
+		d.carrier = on
+		if !on {
+			k.routes = slices.DeleteFunc(k.routes, func(r dataplane.Route) bool { return r.Dev == dev && r.NexthopID != 0 })
+			k.silent++
+		}
+	})
 }
 
 // SetARP implements World.
 func (k *Kernel) SetARP(dev string, on bool) error {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	defer k.disturbed()
-	d, ok := k.devices[dev]
-	if !ok {
-		return syscall.ENODEV
-	}
-	d.noARP = !on
-	return nil
+	return k.changeDevice(dev, func(d *device) { d.noARP = !on })
 }
 
 // RemoveNexthop implements World.
 func (k *Kernel) RemoveNexthop(id uint32) error {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	defer k.disturbed()
-	k.routes = slices.DeleteFunc(k.routes, func(r dataplane.Route) bool { return r.NexthopID == id })
-	k.nexthopsGone = append(k.nexthopsGone, id)
-	return nil
+	return k.change(func() error {
+		k.routes = slices.DeleteFunc(k.routes, func(r dataplane.Route) bool { return r.NexthopID == id })
+		k.nexthopsGone = append(k.nexthopsGone, id)
+		return nil
+	})
 }
 
 // Learn implements World.
