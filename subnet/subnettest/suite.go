@@ -128,21 +128,34 @@ func testAcquireByOwnConfig(t *testing.T, b Backing) {
 	}
 }
 
-func checkLease(t *testing.T, config string, n int, l subnet.Lease) {
+// acquired returns the lease that a node acquires. The test ends if it gets none.
+func acquired(t *testing.T, m subnet.Manager, c subnet.Claim) subnet.Lease {
+	t.Helper()
+	l, err := Acquire(t.Context(), m, c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+// parsed returns a configuration, which must be valid.
+func parsed(t *testing.T, config string) subnet.Config {
 	t.Helper()
 	cfg, err := subnet.ParseConfig([]byte(config))
 	if err != nil {
 		t.Fatal(err)
 	}
-	pools, err := cfg.Pools()
+	return cfg
+}
+
+func checkLease(t *testing.T, config string, n int, l subnet.Lease) {
+	t.Helper()
+	pools, err := parsed(t, config).Pools()
 	if err != nil {
 		t.Fatal(err)
 	}
 	want := claim(config, n)
-	if !slices.EqualFunc(pools, subnetsOf(l), subnet.Pool.Contains) || l.BackendType != want.BackendType ||
-		!slices.EqualFunc(l.Endpoints, want.Endpoints, func(a, b subnet.Endpoint) bool {
-			return a.PublicIP == b.PublicIP && string(a.Data) == string(b.Data) && string(a.NextData) == string(b.NextData)
-		}) {
+	if !slices.EqualFunc(pools, subnetsOf(l), subnet.Pool.Contains) || l.BackendType != want.BackendType || !sameData(l.Endpoints, want.Endpoints) {
 		t.Errorf("node %d has %+v, want one for %+v in %v", n, l, want, pools)
 	}
 	if l.Key == "" || l.Order == 0 {
@@ -151,9 +164,7 @@ func checkLease(t *testing.T, config string, n int, l subnet.Lease) {
 }
 
 func sameEndpoints(a, b []subnet.Endpoint) bool {
-	return slices.EqualFunc(a, b, func(a, b subnet.Endpoint) bool {
-		return a.Subnet == b.Subnet && a.PublicIP == b.PublicIP && string(a.Data) == string(b.Data) && string(a.NextData) == string(b.NextData)
-	})
+	return sameData(a, b) && slices.EqualFunc(a, b, func(a, b subnet.Endpoint) bool { return a.Subnet == b.Subnet })
 }
 
 func testPrevious(t *testing.T, b Backing) {
@@ -183,17 +194,11 @@ func testPrevious(t *testing.T, b Backing) {
 // lease of an earlier configuration until a subnet is free.
 func testNoSubnets(t *testing.T, b Backing) {
 	b.SetConfig(t, configV4)
-	had, err := Acquire(t.Context(), b.Manager(t, 4), claim(configV4, 4))
-	if err != nil {
-		t.Fatal(err)
-	}
+	had := acquired(t, b.Manager(t, 4), claim(configV4, 4))
 	b.SetConfig(t, `{"Network":"10.5.0.0/28"}`)
 	var last subnet.Lease
 	for n := 1; n <= 3; n++ {
-		var err error
-		if last, err = Acquire(t.Context(), b.Manager(t, n), claim(configV4, n)); err != nil {
-			t.Fatal(err)
-		}
+		last = acquired(t, b.Manager(t, n), claim(configV4, n))
 	}
 
 	m := b.Manager(t, 4)
@@ -212,14 +217,8 @@ func testNoSubnets(t *testing.T, b Backing) {
 func testWatch(t *testing.T, b Backing) {
 	b.SetConfig(t, configV4)
 	m := b.Manager(t, 1)
-	own, err := Acquire(t.Context(), m, claim(configV4, 1))
-	if err != nil {
-		t.Fatal(err)
-	}
-	peer, err := Acquire(t.Context(), b.Manager(t, 2), claim(configV4, 2))
-	if err != nil {
-		t.Fatal(err)
-	}
+	own := acquired(t, m, claim(configV4, 1))
+	peer := acquired(t, b.Manager(t, 2), claim(configV4, 2))
 	w := Watch(t, m)
 	snap := w.Until(t, "the peer and not ourselves", Has(peer.Key))
 	if len(snap.Leases) != 1 || !sameEndpoints(snap.Leases[0].Endpoints, peer.Endpoints) || snap.Leases[0].Order != peer.Order {
@@ -229,17 +228,12 @@ func testWatch(t *testing.T, b Backing) {
 		t.Errorf("snapshot comes from %+v", snap.Store)
 	}
 
-	other, err := Acquire(t.Context(), b.Manager(t, 3), claim(configV4, 3))
-	if err != nil {
-		t.Fatal(err)
-	}
+	other := acquired(t, b.Manager(t, 3), claim(configV4, 3))
 	w.Until(t, "a new peer", Has(peer.Key, other.Key))
 
 	moved := claim(configV4, 2)
 	moved.Endpoints[0].Data = json.RawMessage(`{"VNI":1,"VtepMAC":"02:00:00:00:00:ff"}`)
-	if _, err := Acquire(t.Context(), b.Manager(t, 2), moved); err != nil {
-		t.Fatal(err)
-	}
+	acquired(t, b.Manager(t, 2), moved)
 	find := func(s subnet.Snapshot, key string) *subnet.Lease {
 		i := slices.IndexFunc(s.Leases, func(l *subnet.Lease) bool { return l.Key == key })
 		if i < 0 {
@@ -279,9 +273,7 @@ func testWatch(t *testing.T, b Backing) {
 func testMigration(t *testing.T, b Backing) {
 	b.SetConfig(t, configDual)
 	onlooker := b.Manager(t, 9)
-	if _, err := Acquire(t.Context(), onlooker, claim(configDual, 9)); err != nil {
-		t.Fatal(err)
-	}
+	acquired(t, onlooker, claim(configDual, 9))
 	w := Watch(t, onlooker)
 	migrating := claim(configDual, 1)
 	migrating.NextType = "wireguard"
@@ -322,10 +314,7 @@ func testKeep(t *testing.T, b Backing) {
 	b.SetConfig(t, configV4)
 	m := b.Manager(t, 1)
 	onlooker := b.Manager(t, 9)
-	own, err := Acquire(t.Context(), m, claim(configV4, 1))
-	if err != nil {
-		t.Fatal(err)
-	}
+	own := acquired(t, m, claim(configV4, 1))
 	w := Watch(t, onlooker)
 	before := w.Until(t, "our lease", Has(own.Key))
 	done := make(chan error, 1)
@@ -362,10 +351,7 @@ func testKeep(t *testing.T, b Backing) {
 func testCancel(t *testing.T, b Backing) {
 	b.SetConfig(t, configV4)
 	m := b.Manager(t, 1)
-	own, err := Acquire(t.Context(), m, claim(configV4, 1))
-	if err != nil {
-		t.Fatal(err)
-	}
+	own := acquired(t, m, claim(configV4, 1))
 	ctx, cancel := context.WithCancel(t.Context())
 	first := make(chan struct{}, 1)
 	done := make(chan error, 2)
@@ -392,15 +378,10 @@ func testCancel(t *testing.T, b Backing) {
 		}
 	}
 
-	cfg, err := subnet.ParseConfig([]byte(configV4))
-	if err != nil {
-		t.Fatal(err)
-	}
-
 	for name, call := range map[string]func() error{
 		"Config":  func() error { _, err := m.Config(ctx); return err },
 		"Recall":  func() error { _, err := m.Recall(ctx, claim(configV4, 1)); return err },
-		"Acquire": func() error { _, err := m.Acquire(ctx, cfg, claim(configV4, 1)); return err },
+		"Acquire": func() error { _, err := m.Acquire(ctx, parsed(t, configV4), claim(configV4, 1)); return err },
 	} {
 		if err := call(); !errors.Is(err, context.Canceled) {
 			t.Errorf("%s: error is %v, want that of the context", name, err)
