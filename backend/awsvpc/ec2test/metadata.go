@@ -10,40 +10,14 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
 )
 
-const (
-	metadataToken = "token-of-the-metadata-service"
-	role          = "flanneld"
-)
+const role = "flanneld"
 
 // Metadata returns the metadata service of an instance. It refuses requests without a token.
 func Metadata(i vpctest.Instance) http.Handler {
-	mux := http.NewServeMux()
-	mux.HandleFunc("PUT /latest/api/token", func(w http.ResponseWriter, r *http.Request) {
-		ttl := r.Header.Get("X-Aws-Ec2-Metadata-Token-Ttl-Seconds")
-		if ttl == "" {
-			http.Error(w, "no time to live", http.StatusBadRequest)
-			return
-		}
-		w.Header().Set("X-Aws-Ec2-Metadata-Token-Ttl-Seconds", ttl)
-		_, _ = w.Write([]byte(metadataToken))
+	return vpctest.Metadata("X-Aws-Ec2-Metadata-Token", map[string]string{
+		"placement/region": vpctest.Region, "instance-id": i.ID, "services/domain": "amazonaws.com",
+		"iam/security-credentials/{$}": role, "iam/security-credentials/" + role: string(Keys()),
 	})
-
-	serve := func(path string, text []byte) {
-		mux.HandleFunc("GET /latest/meta-data/"+path, func(w http.ResponseWriter, r *http.Request) {
-			if r.Header.Get("X-Aws-Ec2-Metadata-Token") != metadataToken {
-				http.Error(w, "no token", http.StatusUnauthorized)
-				return
-			}
-			_, _ = w.Write(text)
-		})
-	}
-
-	serve("placement/region", []byte(vpctest.Region))
-	serve("instance-id", []byte(i.ID))
-	serve("services/domain", []byte("amazonaws.com"))
-	serve("iam/security-credentials/{$}", []byte(role))
-	serve("iam/security-credentials/"+role, Keys())
-	return mux
 }
 
 // Keys returns the keys of the role of every instance, in the form of the metadata service and of the agents that give
