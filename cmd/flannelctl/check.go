@@ -81,12 +81,16 @@ bridge of every peer. The column HALF says how far packets pass.`,
 			if err != nil {
 				return err
 			}
+			targets, err := pod.parse()
+			if err != nil {
+				return err
+			}
 			r, err := fetchOne(cmd.Context(), status.Client(socket), *network)
 			if err != nil {
 				return err
 			}
 			if pod.use {
-				return checkPod(cmd, r, peers, pod, out)
+				return checkPod(cmd, r, peers, targets, pod, out)
 			}
 			return check(cmd, r, peers, out)
 		},

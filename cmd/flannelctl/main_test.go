@@ -100,6 +100,8 @@ func TestFlagsRefuseNonsense(t *testing.T) {
 	for _, tc := range []struct{ args, want string }{
 		{"check --peer=x", `--peer "x" is invalid: expected the public address or the subnet of a peer`},
 		{"check --peer=192.0.2.11,10.5.1.0/33", `--peer "10.5.1.0/33" is invalid: expected the public address or the subnet of a peer`},
+		{"check --target=10.5.7.2", "--target needs --pod: this host itself only checks peers"},
+		{"check --pod --target=x", `--target "x" is invalid: expected an address such as 10.5.7.2, or with a TCP port as in 10.96.0.1:443`},
 		{"status --url=x", `--url "x" is invalid: expected a URL such as http://host:port`},
 		{"status --url=http://", `--url "http://" is invalid: expected a URL such as http://host:port`},
 		{"leases --etcd-endpoints=etcd", `--etcd-endpoints "etcd" is invalid: endpoint 1: expected host:port, or http:// or https:// with host:port`},

@@ -46,6 +46,18 @@ func (f *podFlags) addTo(cmd *cobra.Command) {
 	cmd.Flags().StringSliceVar(&f.targets, "target", nil, "with --pod: reach these too: addresses of pods, or ADDRESS:PORT of services (TCP)")
 }
 
+// parse returns the targets.
+func (f *podFlags) parse() ([]paths.Target, error) {
+	if len(f.targets) > 0 && !f.use {
+		return nil, errors.New("--target needs --pod: this host itself only checks peers")
+	}
+	targets, err := parseTargets(f.targets)
+	if err != nil {
+		return nil, fmt.Errorf("--target %w", err)
+	}
+	return targets, nil
+}
+
 // podTimeout limits the time to add or delete a pod.
 const podTimeout = 30 * time.Second
 
@@ -240,12 +252,8 @@ type podCheck struct {
 }
 
 // checkPod sends from a pod that exists while it runs.
-func checkPod(cmd *cobra.Command, r status.Report, only []netip.Prefix, f podFlags, out output) (err error) {
+func checkPod(cmd *cobra.Command, r status.Report, only []netip.Prefix, targets []paths.Target, f podFlags, out output) (err error) {
 	ctx := cmd.Context()
-	targets, err := parseTargets(f.targets)
-	if err != nil {
-		return fmt.Errorf("--target %w", err)
-	}
 	p, err := f.startPod(ctx, r.Lease.Subnets)
 	if err != nil {
 		return err
