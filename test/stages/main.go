@@ -28,6 +28,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -222,48 +223,27 @@ func logged(r *run, stage func() error) error {
 	return errors.Join(stage(), file.Close())
 }
 
-// choose returns the named stages, each once and after the stage that it needs, which may be
-// unnamed. Without names it returns all.
+// choose returns the named stages and those that they need, in the order of all. Without names it returns all.
 func choose(all []stage, names []string) ([]stage, error) {
 	if len(names) == 0 {
 		return all, nil
 	}
 
-	var chosen []stage
-	for _, name := range names {
-		s, err := named(all, name)
-		if err != nil {
-			return nil, err
-		}
-		if s.needs != "" {
-			needed, err := named(all, s.needs)
-			if err != nil {
-				return nil, err
-			}
-			chosen = with(chosen, needed)
-		}
-		chosen = with(chosen, s)
-	}
-	return chosen, nil
-}
-
-func named(all []stage, name string) (stage, error) {
-	var known []string
+	known := map[string]stage{}
 	for _, s := range all {
-		if s.name == name {
-			return s, nil
-		}
-		known = append(known, s.name)
+		known[s.name] = s
 	}
-	return stage{}, fmt.Errorf("unknown stage %q: want %s", name, strings.Join(known, ", "))
-}
 
-// with returns the list with s appended, unless the list contains s.
-func with(chosen []stage, s stage) []stage {
-	if slices.ContainsFunc(chosen, func(c stage) bool { return c.name == s.name }) {
-		return chosen
+	wanted := map[string]bool{}
+	for _, name := range names {
+		s, ok := known[name]
+		if !ok {
+			return nil, fmt.Errorf("unknown stage %q: want %s", name, strings.Join(slices.Sorted(maps.Keys(known)), ", "))
+		}
+		wanted[name] = true
+		wanted[s.needs] = true
 	}
-	return append(chosen, s)
+	return slices.DeleteFunc(slices.Clone(all), func(s stage) bool { return !wanted[s.name] }), nil
 }
 
 // summary prints the table, the tests that are left to the other part, the reasons of failures

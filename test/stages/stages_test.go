@@ -665,8 +665,8 @@ func TestChoose(t *testing.T) {
 		t.Errorf("got error %v, want one that names the unknown stage", err)
 	}
 	for _, tt := range []struct{ names, want []string }{
-		{[]string{"fuzz", "unit"}, []string{"fuzz", "unit"}},
-		{[]string{"unit", "e2e", "vm"}, []string{"unit", "build", "e2e", "vm"}},
+		{[]string{"fuzz", "unit"}, []string{"unit", "fuzz"}},
+		{[]string{"unit", "e2e", "vm"}, []string{"build", "unit", "e2e", "vm"}},
 		{[]string{"e2e", "build"}, []string{"build", "e2e"}},
 		{[]string{"kubernetes"}, []string{"build", "kubernetes"}},
 		{nil, []string{"build", "unit", "kernel", "fuzz", "release", "alone", "kubernetes", "e2e", "vm"}},
