@@ -493,6 +493,31 @@ func TestPagesAboutAHost(t *testing.T) {
 	}
 }
 
+// TestPagesWithOutputs runs the commands of lab.md in a host of the lab, and the mistakes of flags.md.
+//
+//stages:rest TestPageGettingStarted runs the commands of another page
+func TestPagesWithOutputs(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	startAll(t, l, lab.FlanneldOptions{})
+	expectConverged(t, l)
+	m := newMachine(t, l.Host(1))
+	ran := 0
+	for _, e := range slices.Concat(pageExamples(t, "lab.md"), pageExamples(t, "flags.md")) {
+		if e.output == "" {
+			continue
+		}
+		e.expect(t, m.run(inHost.ReplaceAllString(e.command, "")+" || true"))
+		ran++
+	}
+	if ran < 8 {
+		t.Errorf("the pages have %d commands with outputs, want at least 8", ran)
+	}
+}
+
+// inHost matches the start of a command that runs the rest in a host of the lab.
+var inHost = regexp.MustCompile(`^nsenter -t \d+ -n -m `)
+
 // TestPageStatus runs the commands of status.md on a host with a configuration that its daemon cannot use, and
 // then with one that it does not follow.
 //
