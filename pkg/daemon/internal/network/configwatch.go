@@ -31,6 +31,7 @@ type configWatch struct {
 	used    *subnet.Config // nil before the first one
 	state   storedState
 	stored  subnet.Config  // while state is valid or failed
+	gaveUp  bool           // the last valid configuration had failed before it became missing or invalid
 	refused string         // why the configuration in the store cannot be used; "" if it can
 	warned  []string       // the warnings that were logged last
 	changed wait.Broadcast // sent when the result of next may change
@@ -86,7 +87,9 @@ func (w *configWatch) differs() []string {
 // The caller holds w.mu.
 func (w *configWatch) set(change func()) {
 	before := w.differs()
+	gaveUp := w.state == failed || w.gaveUp
 	change()
+	w.gaveUp = gaveUp && w.state < valid
 	now := w.differs()
 	if w.state >= valid && len(now) == 0 {
 		w.refused = ""
@@ -233,7 +236,7 @@ func (w *configWatch) stores(cfg subnet.Config) bool {
 func (w *configWatch) hasGivenUp() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.state == failed
+	return w.state == failed || w.gaveUp
 }
 
 // recordRefusal records why the configuration in the store cannot be used. The caller has logged it.

@@ -84,6 +84,39 @@ func TestConfigWatchHiddenValue(t *testing.T) {
 	}
 }
 
+// TestConfigWatchHasGivenUp replaces a configuration that did not start by texts that no network can use. The
+// steps toward it must not be tried again, because each attempt disturbs the traffic.
+func TestConfigWatchHasGivenUp(t *testing.T) {
+	parse := func(text []byte) (subnet.Config, error) { return subnet.ParseConfig(text) }
+	for name, unusable := range map[string]func(w *configWatch){
+		"it is deleted":     func(w *configWatch) { w.apply(t.Context(), nil) },
+		"it is damaged":     func(w *configWatch) { w.apply(t.Context(), []byte("{")) },
+		"it is refused":     func(w *configWatch) { w.recordRefusal(errors.New("another network has it")) },
+		"one after another": func(w *configWatch) { w.apply(t.Context(), []byte("{")); w.apply(t.Context(), nil) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newConfigWatch(true, parse, nil)
+			used, err := parse([]byte(`{"Network":"10.5.0.0/16"}`))
+			if err != nil {
+				t.Fatal(err)
+			}
+			w.use(used)
+			w.apply(t.Context(), []byte(`{"Network":"10.6.0.0/16"}`))
+			next, _ := w.next()
+			w.giveUp(t.Context(), *next, errors.New("does not start"))
+
+			unusable(w)
+			if !w.hasGivenUp() {
+				t.Error("the configuration that did not start is forgotten")
+			}
+			w.apply(t.Context(), []byte(`{"Network":"10.7.0.0/16"}`))
+			if w.hasGivenUp() {
+				t.Error("another configuration counts as one that did not start")
+			}
+		})
+	}
+}
+
 // TestConfigWatchRefusesTheFirst lets a start refuse the configuration that the store had. next must return
 // that configuration, because a later attempt may succeed. If the watch has reported a newer configuration
 // by then, next must return the newer one, and there must be no refusal.
