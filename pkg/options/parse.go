@@ -129,7 +129,8 @@ func (o *Options) apply(all []setting, given values) error {
 	return nil
 }
 
-// commandLine returns only flags that are given.
+// commandLine returns only flags that are given. Go's package flag reads -iface like --iface, and so does flannel.
+// pflag would read it as the five short flags i, f, a, c and e.
 func commandLine(all []setting, args []string) (values, error) {
 	fs := flag.NewFlagSet("", flag.ContinueOnError)
 	fs.SetOutput(io.Discard)

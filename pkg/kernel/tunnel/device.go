@@ -142,7 +142,7 @@ func (d *Device) setOffloads(fd int) error {
 	)
 
 	var err error
-	for _, offloads := range []int{checksum | tcp | udp, checksum | tcp, 0} { // what this kernel supports
+	for _, offloads := range []int{checksum | tcp | udp, checksum | tcp, 0} { // an older kernel supports fewer
 		if err = unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, offloads); err == nil {
 			d.tcp = offloads&tcp != 0
 			d.udp = offloads&udp != 0

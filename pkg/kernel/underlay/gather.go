@@ -114,7 +114,7 @@ func spent() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// dump calls list until no change interrupts it. what names the result in errors.
+// dump calls list until no change interrupts it. Errors name the result by the word in what.
 func dump[T any](ctx context.Context, what string, list func() (T, error)) (T, error) {
 	var zero T
 	for try := 1; ; try++ {

@@ -65,8 +65,8 @@ func (c *conn) message(typ uint16, flags netlink.HeaderFlags, attrs []byte) netl
 	}
 }
 
-// get requests one object, or with netlink.Dump many, and calls take with the attributes of each. It is
-// no error if the object does not exist. It returns errRaced if the ruleset changed during a dump.
+// get requests one object, or with netlink.Dump many, and calls take with the attributes of each. It returns
+// nil if the object does not exist, and errRaced if the ruleset changed during a dump.
 func (c *conn) get(typ uint16, flags netlink.HeaderFlags, attrs []byte, take func(*netlink.AttributeDecoder) error) error {
 	answers, err := c.nl.Execute(c.message(typ, flags, attrs))
 	if errors.Is(err, unix.ENOENT) {

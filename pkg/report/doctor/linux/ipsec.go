@@ -75,8 +75,8 @@ func serves(s netlink.XfrmState, t netlink.XfrmPolicyTmpl) bool {
 
 type selector struct{ src, dst netip.Prefix }
 
-// selectors returns the selectors of all policies by index. XfrmPolicyList takes fd00:5::/48 for 253.0.0.5/0: to the
-// library an address is one of IPv4 if all but its first four bytes are zero (XfrmAddress.ToIP).
+// selectors returns the selectors of all policies by index. XfrmPolicyList takes fd00:5::/48 for 253.0.0.5/0: the
+// library thinks that an address is one of IPv4 if all but its first four bytes are zero (XfrmAddress.ToIP).
 func selectors() (map[int]selector, error) {
 	messages, err := dump(func() ([][]byte, error) {
 		request := nl.NewNetlinkRequest(nl.XFRM_MSG_GETPOLICY, unix.NLM_F_DUMP)
