@@ -123,11 +123,7 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 		store: store, config: config, ready: ready, metrics: counters, rules: newRuleKeeper(c.Host.Firewall, opts, state, ready, counters),
 		others: c.Others, claims: c.Claims, progress: c.Progress, surroundings: realSurroundings(),
 	}}
-
-	reports := reporter{
-		host: r.host, name: r.name, opts: r.opts, state: state, config: config, ready: ready, rules: r.rules, progress: r.progress,
-		serving: r.serving.Load, candidates: r.candidates,
-	}
+	reports := reporter{r}
 	return &Network{runner: r, reports: reports, source: counters.With(reports.values), opened: opened}, nil
 }
 

@@ -12,8 +12,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
-	"github.com/flanneld/flanneld/pkg/kernel/underlay"
-	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/metrics"
 	"github.com/flanneld/flanneld/pkg/report/status"
@@ -21,19 +19,7 @@ import (
 )
 
 // reporter tells operators the state of a network.
-type reporter struct {
-	host     *Host
-	name     string // empty if it is the only network
-	opts     options.Options
-	state    *lastknown.Store
-	config   *configWatch
-	ready    *readiness
-	rules    ruleKeeper
-	progress *Progress
-	serving  func() *session // the last session that was started; nil if there is none
-	// candidates returns the interfaces of the host; see underlay.Inspect.
-	candidates func(context.Context) []underlay.Candidate
-}
+type reporter struct{ *runner }
 
 // inspect returns the state of the present session, or zero values if there is none. objects selects
 // whether it includes the kernel objects of each peer. known is false if the session does not answer in
@@ -42,7 +28,7 @@ type reporter struct {
 func (o reporter) inspect(ctx context.Context, objects bool) (now lastknown.State, in backend.Inspection, known bool) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
-	s := o.serving()
+	s := o.serving.Load()
 	if s == nil {
 		return lastknown.State{}, backend.Inspection{}, true
 	}
@@ -71,7 +57,7 @@ func (o reporter) values(ctx context.Context) metrics.Values {
 		Connected: !since.IsZero() && away == nil, LeaseExpires: now.Own.Expires,
 		Mode: in.Mode, Dropped: in.Dropped, Cloud: in.Cloud, RestartNeeded: o.config.restartNeeded() != "", ConfigRejected: o.config.refusal() != "",
 	}
-	if s := o.serving(); s != nil && s.prober != nil {
+	if s := o.serving.Load(); s != nil && s.prober != nil {
 		outcome := s.prober.Outcome(0)
 		l.Paths = &outcome
 	}
@@ -167,7 +153,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	r.Lease, r.Firewall, r.Kernel.LastSync = statusLease(now.Own), o.firewall(), in.LastSync
 	r.RestartNeeded, r.ConfigRejected = o.config.restartNeeded(), o.config.refusal()
 	r.Ready, r.Reasons = o.ready.health.Ready()
-	if s := o.serving(); s != nil {
+	if s := o.serving.Load(); s != nil {
 		r.Network.MTU, r.Network.Devices, r.Network.Ports = s.mtu, s.be.Scope().Devices, backend.Ports(s.be)
 	}
 	if known {
@@ -187,7 +173,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	for kind, c := range in.Counts {
 		r.Kernel.Objects[kind] = status.Count(c)
 	}
-	if s := o.serving(); s != nil && s.prober != nil {
+	if s := o.serving.Load(); s != nil && s.prober != nil {
 		worst := worstPaths
 		if q.AllPaths {
 			worst = math.MaxInt
@@ -229,7 +215,7 @@ func (o reporter) firewall() (f status.Firewall) {
 	if !o.opts.IPMasq && !o.opts.IPTablesForwardRules {
 		return f
 	}
-	if o.serving() != nil {
+	if o.serving.Load() != nil {
 		f.Kind = string(o.rules.Flavour())
 	}
 	_, err := o.ready.health.Part(partRules)

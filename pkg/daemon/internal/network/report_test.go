@@ -19,7 +19,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/keeper"
-	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
@@ -31,12 +30,10 @@ func announced(context.Context) {}
 // TestStatusFirewall checks the firewall in the status of a network from its start until the
 // rules are applied and then fail.
 func TestStatusFirewall(t *testing.T) {
-	var present *session
-	n := reporter{
+	n := reporter{&runner{parts: &parts{
 		opts: options.Options{IPTablesForwardRules: true}, ready: newReadiness(options.Options{}, nil, announced),
-		rules:   keeper.NewHost().Keeper(keeper.Config{Report: func(context.Context, bool, error) {}}),
-		serving: func() *session { return present },
-	}
+		rules: keeper.NewHost().Keeper(keeper.Config{Report: func(context.Context, bool, error) {}}),
+	}}}
 	expect := func(want status.Firewall) {
 		t.Helper()
 		if got := n.firewall(); got != want {
@@ -44,7 +41,7 @@ func TestStatusFirewall(t *testing.T) {
 		}
 	}
 	expect(status.Firewall{Error: "not up yet"})
-	present = &session{}
+	n.serving.Store(&session{})
 	ended, end := context.WithCancel(t.Context())
 	end()
 	n.rules.Keep(ended, keeper.Choice{Flavour: keeper.NFTables}, firewall.Policy{}, func() {})
@@ -62,11 +59,10 @@ func TestStatusFirewall(t *testing.T) {
 // TestStatusWithoutAnything checks that empty lists in the status are [] from the start of a
 // daemon on, because jq does not accept null.
 func TestStatusWithoutAnything(t *testing.T) {
-	n := reporter{
+	n := reporter{&runner{parts: &parts{
 		host: &Host{Journal: status.NewJournal(1)}, ready: newReadiness(options.Options{}, nil, announced),
-		config: newConfigWatch(false, nil, nil), progress: NewProgress(drawn(t)), serving: func() *session { return nil },
-		candidates: func(context.Context) []underlay.Candidate { return nil },
-	}
+		config: newConfigWatch(false, nil, nil), progress: NewProgress(drawn(t)), state: lastknown.NewStore(nil),
+	}}}
 	r, err := n.report(t.Context(), status.Query{})
 	if err != nil {
 		t.Fatal(err)
@@ -117,7 +113,7 @@ func TestPoolUse(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			use := (reporter{}).poolUse(lastknown.State{Config: cfg, Own: lease(1, false)}, in)
+			use := (reporter{&runner{parts: &parts{}}}).poolUse(lastknown.State{Config: cfg, Own: lease(1, false)}, in)
 			if use == nil || use.Leased != 2 || use.Reserved != 1 || total(use) > tc.most || total(use) < tc.least {
 				t.Errorf("%+v, want 2 leased, 1 reserved, of %d to %d", use, tc.least, tc.most)
 			}

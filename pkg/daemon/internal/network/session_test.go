@@ -294,7 +294,7 @@ func TestMoveWhileAChangeIsPrepared(t *testing.T) {
 func TestValuesOfABusySession(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n, s := runnerOn(t, starter{close: func() {}}, link(1500, "192.0.2.1"))
-		reports := reporter{state: n.state, ready: n.ready, config: n.config, serving: func() *session { return s }}
+		reports := reporter{n}
 		synctest.Wait()
 		if v := reports.values(t.Context()); v.Peers == nil {
 			t.Errorf("got %+v, want a number of peers", v)
@@ -329,7 +329,7 @@ func TestStatusWhileMoving(t *testing.T) {
 		}()
 		synctest.Wait()
 		begin := time.Now()
-		_, in, _ := (reporter{state: n.state, ready: n.ready, serving: n.serving.Load}).inspect(ctx, true)
+		_, in, _ := (reporter{n}).inspect(ctx, true)
 		if took := time.Since(begin); took != 0 || len(in.Peers) != 1 || in.LastSync.IsZero() || in.Err == nil || !strings.Contains(in.Err.Error(), "MTU 1300") {
 			t.Errorf("after %v: %+v, want the peer, and the reason why there is no session", took, in)
 		}
