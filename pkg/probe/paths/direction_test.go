@@ -24,6 +24,7 @@ type pairOfHosts struct {
 	bridge  [2]bool    // the host has the address that the other one probes
 	moved   bool       // packets of host 1 come from an unknown address
 	silent  bool       // requests pass, replies do not
+	notes   int        // number of requests with a note
 }
 
 // start starts the prober of host i, which ends with the function that start returns.
@@ -40,6 +41,9 @@ func (w *pairOfHosts) start(t *testing.T, i int) (stop func()) {
 		}
 		w.mu.Lock()
 		receiver, arrives, returns, silent := w.probers[1-i], !w.cut[i], !w.cut[1-i], w.silent
+		if way.Note.Sender.IsValid() {
+			w.notes++
+		}
 		w.mu.Unlock()
 
 		from := path(i + 1).PublicIP
@@ -122,6 +126,9 @@ func TestDirection(t *testing.T) {
 				set := func(cut [2]bool) {
 					w.mu.Lock()
 					defer w.mu.Unlock()
+					if w.cut == [2]bool{} && w.notes > 0 {
+						t.Errorf("%d notes on paths that work", w.notes)
+					}
 					w.cut = cut
 				}
 
