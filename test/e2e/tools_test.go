@@ -326,6 +326,11 @@ func (f toolFaults) table() []toolFault {
 				return func() { f.ip("route", "del", "blackhole", f.store) }
 			},
 		},
+		{
+			name: "host does not forward", cut: true,
+			cause:  sysctlFault(map[prefix.Family]string{prefix.IPv4: "net/ipv4/ip_forward", prefix.IPv6: "net/ipv6/conf/all/forwarding"}[f.family]),
+			doctor: f.family.String() + " is not forwarded", check: "forwarding", status: f.family.String() + " is not forwarded",
+		},
 	}
 }
 
