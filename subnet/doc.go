@@ -18,7 +18,7 @@
 //     Updates with the leases of other nodes; optional.go: interfaces that not every manager
 //     implements
 //   - ledger.go: the Ledger, the daemon's cache of the leases of other nodes; it decides when a
-//     lease is gone. heldpeers.go indexes the peers whose lease the store has lost.
+//     lease is gone.
 //   - arbiter.go: the Arbiter, which refuses leases that contradict the configuration, this node
 //     or an older lease. prefixtable.go finds overlapping prefixes for it, and sharedips.go tracks
 //     public addresses that several leases have.

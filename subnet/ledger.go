@@ -6,9 +6,12 @@ import (
 	"cmp"
 	"iter"
 	"maps"
+	"net/netip"
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/gaissmai/bart"
 )
 
 // Ledger is the daemon's cache of the leases of other nodes, its peers. It decides when a peer is
@@ -19,11 +22,26 @@ import (
 type Ledger struct {
 	store  StoreID
 	peers  map[string]knownLease
-	synced bool // a snapshot was applied since the last Restore; the ledger removes no peer before that
-	held   heldPeers
+	synced bool                 // a snapshot was applied since the last Restore; the ledger removes no peer before that
+	held   map[string]time.Time // the held peers, by key, with the end of the hold
+	index  heldIndex            // of held
 	// unreadable has the keys of leases that cannot be read, and of which the ledger knows no earlier
 	// version either.
 	unreadable map[string]struct{}
+}
+
+// knownLease is a lease and the time when the ledger got it, or when Follow last applied a change
+// of it.
+type knownLease struct {
+	*Lease
+	since time.Time
+}
+
+// detached returns k with a copy of its lease. All leases of one listing are in one block of memory.
+// The copy does not keep that block in use.
+func (k knownLease) detached() knownLease {
+	l := *k.Lease
+	return knownLease{&l, k.since}
 }
 
 // Peer is the lease of another node in the form that is stored on disk.
@@ -41,14 +59,15 @@ type LedgerState struct {
 // Restore replaces the content of the ledger by state. The caller must not change state
 // afterwards.
 func (l *Ledger) Restore(state LedgerState, now time.Time) {
-	*l = Ledger{store: state.Store, peers: make(map[string]knownLease, len(state.Peers))}
+	*l = Ledger{store: state.Store, peers: make(map[string]knownLease, len(state.Peers)), held: map[string]time.Time{}}
 	for i := range state.Peers {
 		p := &state.Peers[i]
 		l.peers[p.Lease.Key] = knownLease{&p.Lease, now}
 		if !p.HeldUntil.IsZero() {
-			l.held.add(&p.Lease, p.HeldUntil)
+			l.held[p.Lease.Key] = p.HeldUntil
 		}
 	}
+	l.index = l.newHeldIndex()
 }
 
 // First returns the n peers with the smallest keys, or all if there are fewer. Unlike State it does not
@@ -68,7 +87,7 @@ func (l *Ledger) First(n int) []*Lease {
 func (l *Ledger) State() LedgerState {
 	state := LedgerState{Store: l.store, Peers: make([]Peer, 0, len(l.peers))}
 	for key, peer := range l.peers {
-		state.Peers = append(state.Peers, Peer{*peer.Lease, l.held.until[key]})
+		state.Peers = append(state.Peers, Peer{*peer.Lease, l.held[key]})
 	}
 	slices.SortFunc(state.Peers, func(a, b Peer) int { return cmp.Compare(a.Lease.Key, b.Lease.Key) })
 	return state
@@ -82,7 +101,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	l.store = s.Store
 
 	peers := make(map[string]knownLease, len(s.Leases))
-	held := heldPeers{}
+	held := map[string]time.Time{}
 	for _, lease := range s.Leases {
 		peers[lease.Key] = knownLease{lease, cmp.Or(l.peers[lease.Key].since, now)}
 	}
@@ -102,7 +121,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 			continue
 		}
 
-		until, before := l.held.until[key]
+		until, before := l.held[key]
 		if !before && same {
 			continue
 		}
@@ -110,36 +129,35 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 			until = latest
 		}
 		if now.Before(until) && !contradicted()(peer.Lease) {
-			peer = peer.detached()
-			peers[key] = peer
-			held.add(peer.Lease, until)
+			peers[key] = peer.detached()
+			held[key] = until
 		}
 	}
 
 	l.peers = peers
 	l.synced = true
 	l.held = held
-	l.held.countAll(l.peers)
+	l.index = l.newHeldIndex()
 }
 
 // Follow applies the changes since the last snapshot or update. Its cost depends on the number
-// of changes and not on the number of peers, whether peers are held or not. dropped has the keys
-// of held peers that Follow has removed because a change contradicts them. If changes alone are
-// not sufficient, Follow changes nothing and ok is false: the caller must apply the whole snapshot.
+// of changes and not on the number of peers. dropped has the keys of held peers that Follow has
+// removed because a change contradicts them. If changes alone are not sufficient, Follow changes
+// nothing and ok is false: the caller must apply the whole snapshot.
 func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 	if !l.synced || u.Changed == nil || u.Store.ID != l.store.ID || u.Store.Revision < l.store.Revision {
 		return nil, false
 	}
 
 	l.store = u.Store
-	dropped = l.held.contradictedBy(u)
+	dropped = l.contradictedBy(u)
 	for _, key := range dropped {
 		l.remove(key)
 	}
 
 	for _, key := range u.Undecodable {
-		if peer, there := l.peers[key]; there {
-			l.held.remove(peer.Lease)
+		if _, there := l.peers[key]; there {
+			delete(l.held, key)
 		} else {
 			l.unreadable[key] = struct{}{}
 		}
@@ -147,7 +165,7 @@ func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 
 	for key, lease := range u.Changed {
 		delete(l.unreadable, key)
-		switch _, held := l.held.until[key]; {
+		switch _, held := l.held[key]; {
 		case lease != nil:
 			l.put(knownLease{lease, now})
 		case !held: // a held peer stays, because the store did not have it before either
@@ -171,16 +189,83 @@ func (l *Ledger) HasUnreadable() bool { return len(l.unreadable) > 0 }
 func (l *Ledger) put(k knownLease) {
 	l.remove(k.Key)
 	l.peers[k.Key] = k
-	l.held.count(k.Lease, 1)
 }
 
 func (l *Ledger) remove(key string) {
-	if old, there := l.peers[key]; there {
-		delete(l.peers, key)
-		l.held.count(old.Lease, -1)
-		l.held.remove(old.Lease)
-	}
+	delete(l.peers, key)
+	delete(l.held, key)
 }
+
+// heldIndex finds the held peers that a changed lease may contradict. Only Apply and Restore hold
+// peers, and they make the index. It still has peers whose hold has ended since.
+type heldIndex struct {
+	bySubnet   *bart.Table[[]string]   // keys, by subnet
+	byPublicIP map[netip.Addr][]string // keys, by public IP
+}
+
+func (l *Ledger) newHeldIndex() heldIndex {
+	i := heldIndex{bySubnet: new(bart.Table[[]string]), byPublicIP: map[netip.Addr][]string{}}
+	for key := range l.held {
+		for _, e := range l.peers[key].Endpoints {
+			same, _ := i.bySubnet.Get(e.Subnet)
+			i.bySubnet.Insert(e.Subnet, append(same, key))
+			i.byPublicIP[e.PublicIP] = append(i.byPublicIP[e.PublicIP], key)
+		}
+	}
+	return i
+}
+
+// contradictedBy returns the sorted keys of held peers that the changed leases in u contradict, by the
+// rules of the function contradictions. It does not compare unchanged leases, because Apply and
+// earlier calls have compared these. It leaves out peers that the store has again with u.
+func (l *Ledger) contradictedBy(u Update) (keys []string) {
+	if len(l.held) == 0 {
+		return nil
+	}
+
+	note := func(candidates []string, contradicts func() bool) {
+		for _, key := range candidates {
+			_, held := l.held[key]
+			if held && u.Changed[key] == nil && !slices.Contains(u.Undecodable, key) && contradicts() {
+				keys = append(keys, key)
+			}
+		}
+	}
+
+	for _, lease := range u.Changed {
+		if lease == nil {
+			continue
+		}
+
+		for _, e := range lease.Endpoints {
+			for _, candidates := range l.index.bySubnet.Supernets(e.Subnet) {
+				note(candidates, func() bool { return true })
+			}
+			for _, candidates := range l.index.bySubnet.Subnets(e.Subnet) {
+				note(candidates, func() bool { return true })
+			}
+			if isSpecified(e.PublicIP) {
+				note(l.index.byPublicIP[e.PublicIP], func() bool { return !l.hasPeerAt(e) })
+			}
+		}
+	}
+	slices.Sort(keys)
+	return slices.Compact(keys)
+}
+
+// hasPeerAt reports whether a peer has the public IP and the subnet of e.
+func (l *Ledger) hasPeerAt(e Endpoint) bool {
+	for _, peer := range l.peers {
+		if slices.ContainsFunc(peer.Endpoints, func(p Endpoint) bool { return p.PublicIP == e.PublicIP && p.Subnet == e.Subnet }) {
+			return true
+		}
+	}
+	return false
+}
+
+// isSpecified reports whether a can be a public address. A lease without a public address has the
+// zero Addr, 0.0.0.0 or ::.
+func isSpecified(a netip.Addr) bool { return a.IsValid() && !a.IsUnspecified() }
 
 // Expire removes held peers whose hold is over, and reports whether there were any. It removes
 // none before Apply was called.
@@ -188,12 +273,18 @@ func (l *Ledger) Expire(now time.Time) bool {
 	if !l.synced {
 		return false
 	}
-	l.held.shorten(now)
-	expired := l.held.expired(now)
-	for _, key := range expired {
-		l.remove(key)
+
+	known := len(l.peers)
+	latest := now.Add(TTL)
+	for key, until := range l.held {
+		switch {
+		case until.After(latest): // the clock may have been set back
+			l.held[key] = latest
+		case !now.Before(until):
+			l.remove(key)
+		}
 	}
-	return len(expired) > 0
+	return len(l.peers) < known
 }
 
 // Held returns the keys of the held peers, sorted. No peer counts as held before Apply was called;
@@ -202,7 +293,7 @@ func (l *Ledger) Held() []string {
 	if l.NumHeld() == 0 {
 		return nil
 	}
-	return slices.Sorted(maps.Keys(l.held.until))
+	return slices.Sorted(maps.Keys(l.held))
 }
 
 // NumHeld returns the number of held peers.
@@ -210,12 +301,12 @@ func (l *Ledger) NumHeld() int {
 	if !l.synced {
 		return 0
 	}
-	return len(l.held.until)
+	return len(l.held)
 }
 
 // IsHeld reports whether the peer with that key is held.
 func (l *Ledger) IsHeld(key string) bool {
-	_, held := l.held.until[key]
+	_, held := l.held[key]
 	return held && l.synced
 }
 
@@ -247,27 +338,35 @@ func (l *Ledger) Leases() iter.Seq[*Lease] {
 // subnet of the new lease: the node of the known lease then has another subnet now. If one of peers had
 // both, that peer is another node with the same public IP.
 func contradictions(leases []*Lease, peers map[string]knownLease) func(*Lease) bool {
-	before := map[location]int{}
-	for _, peer := range peers {
-		for _, e := range peer.Endpoints {
-			before[locationOf(e)]++
-		}
+	type location struct {
+		public netip.Addr
+		subnet netip.Prefix
 	}
-
 	var subnets prefixTable
-	moved := map[location]struct{}{}
+	fresh := map[location]struct{}{}
 	for _, lease := range leases {
 		for _, e := range lease.Endpoints {
 			subnets.add(e.Subnet, prefixOwner{})
-			if before[locationOf(e)] == 0 && isSpecified(e.PublicIP) {
-				moved[location{public: e.PublicIP}] = struct{}{}
+			if isSpecified(e.PublicIP) {
+				fresh[location{e.PublicIP, e.Subnet}] = struct{}{}
 			}
 		}
+	}
+
+	for _, peer := range peers {
+		for _, e := range peer.Endpoints {
+			delete(fresh, location{e.PublicIP, e.Subnet})
+		}
+	}
+
+	moved := map[netip.Addr]struct{}{}
+	for l := range fresh {
+		moved[l.public] = struct{}{}
 	}
 	return func(known *Lease) bool {
 		return slices.ContainsFunc(known.Endpoints, func(e Endpoint) bool {
 			_, overlaps := subnets.find(e.Subnet)
-			_, gone := moved[location{public: e.PublicIP}]
+			_, gone := moved[e.PublicIP]
 			return overlaps || gone
 		})
 	}
