@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
-	"strings"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
@@ -98,30 +97,8 @@ func (w mark) String() string {
 }
 
 func parseMark(text string) (w mark, ok bool) {
-	if text == "0" {
-		return mark{}, true
-	}
-
 	var id uint64
-	head, key, cut := cutFields(text, 3)
-	if !cut || key == "" {
-		return mark{}, false
-	}
-	if n, err := fmt.Sscanf(head, "%d %d %x", &w.count, &w.newest.revision, &id); n != 3 || err != nil || w.count < 1 || w.newest.revision < 1 {
-		return mark{}, false
-	}
-	w.newest.key = key
+	_, _ = fmt.Sscanf(text, "%d %d %x %s", &w.count, &w.newest.revision, &id, &w.newest.key) // String finds any failure
 	w.newest.lease = clientv3.LeaseID(id)
-	return w, true
-}
-
-// cutFields cuts s at its n-th space, which is in neither part. ok is false if s has fewer spaces.
-func cutFields(s string, n int) (head, tail string, ok bool) {
-	tail = s
-	for range n {
-		if _, tail, ok = strings.Cut(tail, " "); !ok {
-			return "", "", false
-		}
-	}
-	return strings.TrimSuffix(s, " "+tail), tail, true
+	return w, w.String() == text && (w == mark{} || w.count > 0 && w.newest.revision > 0)
 }
