@@ -6,9 +6,12 @@ import (
 	"context"
 	"errors"
 	"maps"
+	"slices"
 
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // comparison is the result of comparing the store with the cache.
@@ -26,42 +29,14 @@ const (
 // unknown if the revision was compacted, or if the cache does not know the key that was written
 // last.
 func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison, error) {
-	leases := cache.count()
-	newest, known := cache.newestEntry()
+	at, known := cache.mark()
 	if !known {
 		return unknown, nil
 	}
-
-	at := clientv3.WithRev(cache.store.Revision)
-	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
-	if newest != nil {
-		// The request reads the value too, because etcd 3.7 omits the etcd lease if only the key is
-		// read.
-		ops = append(ops, clientv3.OpGet(m.dir+newest.key, at))
-	}
-
-	is := another
-	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Txn(ctx).Then(ops...).Commit()
-		if errors.Is(err, rpctypes.ErrCompacted) { // a watch could not start at that revision either
-			is = unknown
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		if resp.Responses[0].GetResponseRange().Count != leases {
-			return nil
-		}
-
-		for _, r := range resp.Responses[1:] {
-			if kvs := r.GetResponseRange().Kvs; len(kvs) != 1 || !newest.is(kvs[0].ModRevision, clientv3.LeaseID(kvs[0].Lease)) {
-				return nil
-			}
-		}
+	was, is, err := m.readPast(ctx, cache.store.Revision, at.newest.key)
+	if was != nil && was.matches(at) {
 		is = same
-		return nil
-	})
+	}
 	return is, err
 }
 
@@ -70,53 +45,68 @@ func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison,
 // compared, because the revision was compacted or leases are missing in the state. In all other
 // cases it returns another.
 func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leaseCache, is comparison, err error) {
-	at := clientv3.WithRev(k.store.Revision)
-	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
-	if k.newest.key != "" {
-		ops = append(ops, clientv3.OpGet(m.dir+k.newest.key, at))
+	was, is, err := m.readPast(ctx, k.store.Revision, k.newest.key, k.own)
+	if was == nil || was.store.ID != k.store.ID || !was.matches(k.mark) {
+		return nil, is, err
 	}
-	if k.own != "" && k.own != k.newest.key {
-		ops = append(ops, clientv3.OpGet(m.dir+k.own, at))
+
+	cache = &leaseCache{entries: maps.Clone(k.entries), store: k.store, head: was.store.Revision, restored: k.newest.revision}
+	maps.Copy(cache.entries, was.entries)
+	if cache.count() != k.count { // leases that could not be read are missing in the state
+		return nil, unknown, nil
+	}
+	return cache, same, nil
+}
+
+// past is what the store had at an earlier revision.
+type past struct {
+	count   int64             // number of all keys of leases
+	entries map[string]*entry // by key: those that were asked for
+	store   subnet.StoreID    // at present
+}
+
+// matches reports whether w may be the mark of the store at the revision of p.
+func (p *past) matches(w mark) bool {
+	newest := p.entries[w.newest.key]
+	return p.count == w.count && (w.newest.key == "" || newest != nil && newest.is(w.newest.revision, w.newest.lease))
+}
+
+// readPast reads the number of leases in the store at a revision, and the entries with some keys. It
+// ignores empty keys. If the revision was compacted, was is nil and the result is unknown. Otherwise the
+// result is another, and was is nil if the store has not come to that revision.
+func (m *Manager) readPast(ctx context.Context, revision int64, keys ...string) (was *past, is comparison, err error) {
+	at := clientv3.WithRev(revision)
+	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
+	slices.Sort(keys)
+	for _, key := range slices.Compact(keys) {
+		if key != "" {
+			// The request reads the value too, because etcd 3.7 omits the etcd lease if only the key is
+			// read.
+			ops = append(ops, clientv3.OpGet(m.dir+key, at))
+		}
 	}
 
 	is = another
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Txn(ctx).Then(ops...).Commit()
 		switch {
-		case errors.Is(err, rpctypes.ErrCompacted):
+		case errors.Is(err, rpctypes.ErrCompacted): // a watch could not start at that revision either
 			is = unknown
 			return nil
-		case errors.Is(err, rpctypes.ErrFutureRev): // the store has not come to that revision, so it is another one
+		case errors.Is(err, rpctypes.ErrFutureRev): // so it is another store
 			return nil
 		case err != nil:
 			return err
 		}
-		if now := storeID(resp.Header); now.ID != k.store.ID {
-			return nil
-		}
 
-		cache = &leaseCache{entries: maps.Clone(k.entries), store: k.store, head: resp.Header.Revision, restored: k.newest.revision}
+		was = &past{count: resp.Responses[0].GetResponseRange().Count, entries: map[string]*entry{}, store: storeID(resp.Header)}
 		for _, r := range resp.Responses[1:] {
 			for _, kv := range r.GetResponseRange().Kvs {
 				e := m.entry(kv)
-				cache.entries[e.key] = &e
+				was.entries[e.key] = &e
 			}
-		}
-		if k.newest.key != "" {
-			w := cache.entries[k.newest.key]
-			if w == nil || !w.is(k.newest.revision, k.newest.lease) {
-				return nil
-			}
-		}
-		if resp.Responses[0].GetResponseRange().Count != k.count {
-			return nil
-		}
-
-		is = same
-		if cache.count() != k.count { // leases that could not be read are missing in the state
-			is = unknown
 		}
 		return nil
 	})
-	return cache, is, err
+	return was, is, err
 }

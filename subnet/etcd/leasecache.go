@@ -141,7 +141,10 @@ func (c *leaseCache) update(own *self, changed map[string]*subnet.Lease) subnet.
 			changed[key] = nil
 		}
 	}
-	c.store.Mark = c.mark()
+	c.store.Mark = ""
+	if w, known := c.mark(); known && !c.unreadable(w.newest.key) { // the state file contains no unreadable lease, so with one the next start must list all anyway
+		c.store.Mark = w.String()
+	}
 	return subnet.Update{Store: c.store, Partial: c.partial(), Changed: changed, Snapshot: func() subnet.Snapshot { return c.snapshot(own) }}
 }
 
@@ -159,17 +162,12 @@ func (c *leaseCache) snapshot(own *self) subnet.Snapshot {
 	return s
 }
 
-// mark returns the text of the mark of the store at the revision of the cache. It is empty if the
-// key that was written last is not known, or its lease cannot be read.
-func (c *leaseCache) mark() string {
+// mark returns the mark of the store at the revision of the cache. known is false if the key that was
+// written last is not known.
+func (c *leaseCache) mark() (w mark, known bool) {
 	newest, known := c.newestEntry()
-	switch {
-	case !known:
-		return ""
-	case newest == nil:
-		return mark{}.String()
-	case newest.err != nil: // the state file does not contain this lease, so the next start must list all anyway
-		return ""
+	if newest == nil {
+		return mark{}, known
 	}
-	return mark{c.count(), newestKey{newest.key, newest.modRevision, newest.leaseID}}.String()
+	return mark{c.count(), newestKey{newest.key, newest.modRevision, newest.leaseID}}, known
 }
