@@ -117,7 +117,7 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 		return errPartial
 	}
 	if errors.Is(err, subnet.ErrNoSubnets) {
-		m.exhausted.Store(&exhaustedPool{l, pools, who})
+		m.exhausted.Store(&exhaustedPool{pools, who, l.store})
 	}
 	if err != nil {
 		return err

@@ -4,7 +4,6 @@ package etcd
 
 import (
 	"context"
-	"net/netip"
 	"path"
 	"sync/atomic"
 	"time"
@@ -61,13 +60,6 @@ type stash struct{ atomic.Pointer[listing] }
 const stashTime = time.Minute
 
 func (s *stash) put(l listing) { s.Store(&l) }
-
-// exhaustedPool is a listing in which no subnet was free.
-type exhaustedPool struct {
-	listing
-	pools []subnet.Pool
-	who   netip.Addr // see identity
-}
 
 // Close ends the connection. Methods that are still running return an error. Close does nothing for
 // a manager that Network returned.

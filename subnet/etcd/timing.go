@@ -20,7 +20,7 @@ type timing struct {
 	catchUp                  time.Duration // see the method catchUp
 	unconfirmed              time.Duration // how long Watch waits at least before it lists the leases because a restored cache is still partial
 	audit                    time.Duration // latest time of the audit of a restored cache
-	trustListing             time.Duration // how long a host without a subnet uses the listing that it follows; see awaitFreeSubnet
+	exhausted                time.Duration // how long a host without a subnet waits for a change before it reads the leases again
 }
 
 // The client sends a ping over a connection that is silent for pingAfter, and closes the connection
@@ -39,8 +39,8 @@ func defaultTiming() timing {
 		dead:       pingAfter + pingTimeout,
 		backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 		restoreMin: time.Second, restored: time.Minute,
-		gracePeriod:  time.Minute,
-		trustListing: 10 * time.Minute,
+		gracePeriod: time.Minute,
+		exhausted:   10 * time.Minute,
 		// etcd sends the events of a new watch within 100 ms, and answers the next probe then.
 		catchUp: 500 * time.Millisecond, unconfirmed: time.Second,
 		audit: time.Hour,
