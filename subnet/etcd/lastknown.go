@@ -21,7 +21,6 @@ type lastKnown struct {
 	created int64             // revision at which this host's lease was created
 	entries map[string]*entry // of other nodes, by key; leases have unknownLeaseID
 	mark
-	ended bool // restore has failed for good, so the state is only compared with a list of all leases
 }
 
 // newLastKnown returns the last known state in cfg, or nil if it cannot be used because it has no

@@ -17,36 +17,38 @@ import (
 
 // listOr returns the first of these that is available: the listing in s if it is not too old, the
 // last known state brought up to date, or a new list. s is empty afterwards. A new list makes the
-// last known state superfluous, so listOr removes it. If the new list has none of the last known
-// leases, listOr sets m.replaced.
+// last known state superfluous, so listOr removes it. If the store is another one, or the new list has
+// none of the last known leases, listOr sets m.replaced, for Watch.
 func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
 	if l := s.Swap(nil); l != nil && time.Since(l.read) < stashTime {
 		return *l, nil
 	}
 
-	l, ok, err := m.restore(ctx)
-	if ok || err != nil {
-		return l, err
+	k := m.known.Load()
+	is := unknown
+	if k != nil {
+		var l listing
+		var err error
+		// The last known state stays until Watch has a cache: if the start takes long, it is brought up
+		// to date again.
+		if l, is, err = m.restore(ctx, k); err != nil || is == same {
+			return l, err
+		}
+		klog.FromContext(ctx).V(1).Info("the last known leases are not those of the store, reading all", "revision", k.store.Revision)
 	}
-	if l, err = m.list(ctx); err != nil {
-		return l, err
+
+	l, err := m.list(ctx)
+	if err == nil && k != nil {
+		m.known.Store(nil)
+		m.replaced.Store(is == another || !k.survivesIn(l))
 	}
-	if k := m.known.Swap(nil); k != nil && !k.survivesIn(l) {
-		m.replaced.Store(true)
-	}
-	return l, nil
+	return l, err
 }
 
 // restore returns the last known state, with the changes since then that come in time: see catchUp.
-// So the store sends only the changes, and not all leases. ok is false if all leases have to be
-// listed: there is no such state, its revision was compacted, or the store is another one. If the
-// store is another one, restore sets m.replaced, for Watch. After an error the caller tries again.
-func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
-	k := m.known.Load()
-	if k == nil || k.ended {
-		return listing{}, false, nil
-	}
-
+// So the store sends only the changes, and not all leases. If the store is not the same, or that is
+// not known, because the revision of the state was compacted, all leases have to be listed.
+func (m *Manager) restore(ctx context.Context, k *lastKnown) (l listing, is comparison, err error) {
 	cache, is, err := m.recognizeStore(ctx, k)
 	if err == nil && is == same {
 		err = m.catchUp(ctx, cache)
@@ -54,30 +56,16 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 
 	switch {
 	case errors.Is(err, errRelist):
-		is = unknown
-	case err != nil:
-		return listing{}, false, err // the last known state can still be used
-	}
-	if is != same {
-		ended := *k
-		ended.ended = true
-		m.known.Store(&ended)
-		klog.FromContext(ctx).V(1).Info("the last known leases are not those of the store, reading all", "revision", k.store.Revision)
-		m.replaced.Store(is == another)
-		return listing{}, false, nil
+		return listing{}, unknown, nil
+	case err != nil, is != same:
+		return listing{}, is, err
 	}
 
-	// The last known state stays until Watch has a cache: if the start takes long, it is brought up
-	// to date again.
+	l = listing{store: cache.store, head: cache.head, read: time.Now(), restored: max(cache.restored, 1)}
 	for _, key := range slices.Sorted(maps.Keys(cache.entries)) {
 		l.entries = append(l.entries, *cache.entries[key])
 	}
-
-	l.store = cache.store
-	l.head = cache.head
-	l.read = time.Now()
-	l.restored = max(cache.restored, 1)
-	return l, true, nil
+	return l, same, nil
 }
 
 // errCaughtUp ends the watch of catchUp.

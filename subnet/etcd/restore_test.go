@@ -408,8 +408,8 @@ func TestRestartAsksUntilAllEventsHaveCome(t *testing.T) {
 	m.timing.quiet, m.timing.catchUp = endless, endless
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	if _, ok, err := m.restore(ctx); !ok || err != nil {
-		t.Errorf("restored from the last known state %v, want true (%v)", ok, err)
+	if _, is, err := m.restore(ctx, m.known.Load()); is != same || err != nil {
+		t.Errorf("the store is %v, want %v (%v)", is, same, err)
 	}
 }
 
