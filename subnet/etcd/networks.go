@@ -313,34 +313,22 @@ func (m *Manager) Release(ctx context.Context, own subnet.Lease) error {
 	defer unlock()
 	m.own = ownLease{}
 	m.unanswered = nil
-	if own.LeaseID != 0 { // the store deletes all keys with it, also one of a superseded configuration
-		err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-			_, err := c.Revoke(ctx, clientv3.LeaseID(own.LeaseID))
+
+	id := clientv3.LeaseID(own.LeaseID)
+	if id == 0 { // a reservation, or the last known state of an earlier version
+		found, _, err := m.read(ctx, own.Key)
+		if err != nil || found == nil || !found.leased() || uint64(found.createRevision) != own.Order {
 			return err
-		})
-		if errors.Is(err, rpctypes.ErrLeaseNotFound) {
-			return nil
 		}
-		return err
+		id = found.leaseID
 	}
 
-	key := m.dir + own.Key
-	var id clientv3.LeaseID
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, key)
-		if err != nil || len(resp.Kvs) == 0 {
-			return err
-		}
-		found := resp.Kvs[0]
-		if found.Lease == 0 || uint64(found.CreateRevision) != own.Order {
-			return nil
-		}
-		id = clientv3.LeaseID(found.Lease)
-		_, err = c.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", found.ModRevision)).Then(clientv3.OpDelete(key)).Commit()
+		_, err := c.Revoke(ctx, id) // the store deletes all keys with it, also one of a superseded configuration
 		return err
 	})
-	if err == nil {
-		m.discard(ctx, id)
+	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
+		return nil
 	}
 	return err
 }
