@@ -5,14 +5,12 @@ package etcd
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
 	"sync"
 	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/mvccpb"
-	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/pkg/base/parallel"
@@ -111,9 +109,9 @@ func storeID(h *pb.ResponseHeader) subnet.StoreID {
 
 // read returns the entry with that key and the store's revision. found is nil if the key does not
 // exist.
-func (m *Manager) read(ctx context.Context, key string) (found *entry, revision int64, err error) {
+func (m *Manager) read(ctx context.Context, key string, options ...clientv3.OpOption) (found *entry, revision int64, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, m.dir+key)
+		resp, err := c.Get(ctx, m.dir+key, options...)
 		if err != nil {
 			return err
 		}
@@ -125,21 +123,4 @@ func (m *Manager) read(ctx context.Context, key string) (found *entry, revision 
 		return nil
 	})
 	return found, revision, err
-}
-
-// readAt returns the entry as it was at a revision, or nil if it did not exist or the store does not know
-// any more.
-func (m *Manager) readAt(ctx context.Context, key string, revision int64) (found *entry, err error) {
-	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, m.dir+key, clientv3.WithRev(revision))
-		if err == nil && len(resp.Kvs) > 0 {
-			e := m.entry(resp.Kvs[0])
-			found = &e
-		}
-		return err
-	})
-	if errors.Is(err, rpctypes.ErrCompacted) || errors.Is(err, rpctypes.ErrFutureRev) {
-		return nil, nil
-	}
-	return found, err
 }

@@ -5,9 +5,11 @@ package etcd
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
@@ -150,8 +152,9 @@ func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []entry) (
 			continue
 		}
 
-		created, err := m.readAt(ctx, e.key, e.createRevision)
+		created, _, err := m.read(ctx, e.key, clientv3.WithRev(e.createRevision))
 		switch {
+		case errors.Is(err, rpctypes.ErrCompacted), errors.Is(err, rpctypes.ErrFutureRev): // the store does not know any more
 		case err != nil:
 			return nil, fmt.Errorf("read the first value of %s: %w", e.key, err)
 		case created != nil && created.err == nil && !samePublicIP(created.lease, c):
