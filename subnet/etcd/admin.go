@@ -177,8 +177,8 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 	for _, e := range entries {
 		switch {
 		case e.Lease.Key == key:
-		case overlaps(e.Lease, subnets):
-			return "", fmt.Errorf("reserve %s: it overlaps %s of %s", key, e.Lease.Key, named(e.Lease))
+		case overlap(e.Lease.Subnets(), subnets):
+			return "", fmt.Errorf("reserve %s: it overlaps %s of %s", key, e.Lease.Key, ownerOf(e.Lease))
 		case e.Lease.Permanent && hasPublicIP(e.Lease, identity(c)):
 			return "", fmt.Errorf("reserve %s: %s has the reservation %s, which has to end first", key, identity(c), e.Lease.Key)
 		}
@@ -191,45 +191,23 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 	case err != nil:
 		return "", err
 	case have.err != nil || !hasPublicIP(have.lease, identity(c)):
-		return "", fmt.Errorf("reserve %s: it belongs to %s", key, named(have.lease))
+		return "", fmt.Errorf("reserve %s: it belongs to %s", key, ownerOf(have.lease))
 	case have.leaseID == 0:
 		return key, nil
 	}
 	return key, a.swap(ctx, "reserve", a.m.dir+key, have.modRevision, clientv3.OpPut(a.m.dir+key, string(have.value)))
 }
 
-func overlaps(l subnet.Lease, subnets []netip.Prefix) bool {
-	return slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool {
-		return slices.ContainsFunc(subnets, e.Subnet.Overlaps)
-	})
-}
-
-// named returns the public address of the owner of a lease, for messages. If the lease has none,
-// named returns a text that says so.
-func named(l subnet.Lease) string {
-	if a := identity(subnet.Claim{Endpoints: l.Endpoints}); a.IsValid() {
-		return a.String()
-	}
-	return "an owner that cannot be read"
-}
-
 // get returns one key below subnets/, or ErrNotFound, wrapped.
-func (a *Admin) get(ctx context.Context, key string) (e entry, err error) {
-	found := false
-	err = a.m.callWithin(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, a.m.dir+key)
-		if found = err == nil && len(resp.Kvs) > 0; found {
-			e = a.m.entry(resp.Kvs[0])
-		}
-		return err
-	})
-	if err == nil && !found {
+func (a *Admin) get(ctx context.Context, key string) (entry, error) {
+	found, _, err := a.m.read(ctx, key)
+	if err == nil && found == nil {
 		err = ErrNotFound
 	}
 	if err != nil {
-		return e, fmt.Errorf("read %s: %w", a.m.dir+key, err)
+		return entry{}, fmt.Errorf("read %s: %w", a.m.dir+key, err)
 	}
-	return e, nil
+	return *found, nil
 }
 
 // Revoke deletes the lease with this key, or the reservation if reservation is true. It returns an

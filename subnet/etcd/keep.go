@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/netip"
 	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
@@ -111,7 +110,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 		return checked, true, nil
 	case m.isCurrent(*found, own):
 		return checked, false, nil
-	case m.relationTo(own.claim, nil, nil)(*found) == foreign && owner(*found).IsValid():
+	case m.relationTo(own.claim, nil, nil)(*found) == foreign && identity(found.lease.Claim()).IsValid():
 		return 0, false, lost(own.key, *found)
 	}
 
@@ -175,15 +174,16 @@ func (m *Manager) untilRenewal(g grant) time.Duration {
 	return min(time.Until(at), at.Sub(m.wall()))
 }
 
-// owner returns the public address of the node that has the lease e. It is invalid if the lease
-// cannot be read or has no address.
-func owner(e entry) netip.Addr { return identity(subnet.Claim{Endpoints: e.lease.Endpoints}) }
+// ownerOf returns the public address of the node that has the lease l, for messages.
+func ownerOf(l subnet.Lease) string {
+	if a := identity(l.Claim()); a.IsValid() {
+		return a.String()
+	}
+	return "an owner that cannot be read"
+}
 
 func lost(key string, by entry) error {
-	who := "an owner that cannot be read"
-	if a := owner(by); a.IsValid() {
-		who = a.String()
-	}
+	who := ownerOf(by.lease)
 	if by.key != key {
 		who += ", as part of " + subnet.Shorten(by.key)
 	}
