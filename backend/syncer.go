@@ -173,7 +173,7 @@ func (s *Syncer) step(ctx context.Context) error {
 	s.repairs.Note(ctx, outcome.Repaired)
 	s.log.refusals(ctx, s.mayDiffer(set, outcome.Refused, err != nil), s.reason)
 	if set.Complete { // before that, the leases are those on disk, which the last process has logged
-		s.log.shared(ctx, s.arbiter.SharedChanges())
+		s.log.shared(ctx, s.arbiter.Shared())
 	}
 	s.log.result(ctx, err)
 

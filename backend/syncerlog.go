@@ -5,6 +5,7 @@ package backend
 import (
 	"context"
 	"maps"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -29,6 +30,7 @@ type syncLog struct {
 	onRefused func(key, reason string) // may be nil
 	refused   map[string]string        // reasons of the present refusals, by lease key
 	refusal   *loglimit.Changes
+	shares    map[netip.Addr]struct{} // the present shared addresses
 	sharing   *loglimit.Changes
 	failing   bool          // the last pass has failed
 	logged    string        // last logged error
@@ -38,7 +40,8 @@ type syncLog struct {
 
 func newSyncLog(onRefused func(key, reason string)) syncLog {
 	return syncLog{
-		onRefused: onRefused, refused: map[string]string{}, refusal: loglimit.NewChanges(loglimit.Many), sharing: loglimit.NewChanges(loglimit.Many),
+		onRefused: onRefused, refused: map[string]string{}, refusal: loglimit.NewChanges(loglimit.Many),
+		shares: map[netip.Addr]struct{}{}, sharing: loglimit.NewChanges(loglimit.Many),
 		limit: rate.NewLimiter(rate.Every(errorEvery), errorBurst),
 	}
 }
@@ -86,18 +89,23 @@ func (l *syncLog) refusals(ctx context.Context, keys map[string]struct{}, reason
 	}
 }
 
-// shared logs leases that share a public address. They are all served, but one of them may be that
-// of a host that is gone.
-func (l *syncLog) shared(ctx context.Context, changed []subnet.SharedPublicIP) {
-	for _, shared := range changed {
-		log, ok := l.sharing.Next(klog.FromContext(ctx))
-		if !ok {
-			continue
+// shared logs which of the present shared addresses are new, and which are gone. The leases that share
+// one are all served, but one of them may be that of a host that is gone.
+func (l *syncLog) shared(ctx context.Context, present []subnet.SharedPublicIP) {
+	before := maps.Clone(l.shares)
+	clear(l.shares)
+	for _, s := range present {
+		l.shares[s.PublicIP] = struct{}{}
+		if _, known := before[s.PublicIP]; known {
+			delete(before, s.PublicIP)
+		} else if log, ok := l.sharing.Next(klog.FromContext(ctx)); ok {
+			log.Error(nil, "leases share a public address", "publicIP", s.PublicIP, "leases", s.Keys[:2], "count", len(s.Keys))
 		}
-		if len(shared.Keys) == 0 {
-			log.Info("leases no longer share a public address", "publicIP", shared.PublicIP)
-		} else {
-			log.Error(nil, "leases share a public address", "publicIP", shared.PublicIP, "leases", shared.Keys[:2], "count", len(shared.Keys))
+	}
+
+	for _, a := range slices.SortedFunc(maps.Keys(before), netip.Addr.Compare) {
+		if log, ok := l.sharing.Next(klog.FromContext(ctx)); ok {
+			log.Info("leases no longer share a public address", "publicIP", a)
 		}
 	}
 }

@@ -63,7 +63,7 @@ type Arbiter struct {
 
 // NewArbiter returns an arbiter that knows only this host's lease.
 func NewArbiter(cfg Config, own Claimant) *Arbiter {
-	a := &Arbiter{cfg: cfg, own: own, shared: newSharedPublicIPs()}
+	a := &Arbiter{cfg: cfg, own: own}
 	a.Reset(nil)
 	return a
 }
@@ -110,7 +110,7 @@ func (a *Arbiter) clear(all []Claimant) {
 
 	a.prefixes = new(prefixTable)
 	a.identities = make(map[string]string, marked)
-	a.shared.reset()
+	a.shared = sharedPublicIPs{}
 	a.accepted = make(map[string]*Lease, n)
 	a.identitiesOf = make(map[string][]string, min(n, marked))
 	a.contested = map[string]Claimant{}
@@ -182,10 +182,6 @@ func (a *Arbiter) Kept(c Claimant) map[string]uint64 {
 	}
 	return kept
 }
-
-// SharedChanges returns the public addresses that several accepted leases have begun to share, or
-// share no longer, since the last call. Its cost depends on the number of these addresses.
-func (a *Arbiter) SharedChanges() []SharedPublicIP { return a.shared.changes() }
 
 // Shared returns the public addresses that several accepted leases have, sorted by address.
 func (a *Arbiter) Shared() []SharedPublicIP { return a.shared.all() }

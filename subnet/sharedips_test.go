@@ -12,9 +12,9 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestSharedChanges lets leases share an address and stop sharing it. Each change must be reported
-// once, whether the arbiter decides about one lease or about all again.
-func TestSharedChanges(t *testing.T) {
+// TestShared lets leases share an address and stop sharing it, and the arbiter decide about one lease or
+// about all again.
+func TestShared(t *testing.T) {
 	cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
 	if err != nil {
 		t.Fatal(err)
@@ -32,9 +32,9 @@ func TestSharedChanges(t *testing.T) {
 	}{
 		{"alone", "b", "192.0.2.7", nil},
 		{"the second", "a", "192.0.2.7", []subnet.SharedPublicIP{{PublicIP: public, Keys: []string{"a", "b"}}}},
-		{"the third changes nothing", "c", "192.0.2.7", nil},
-		{"one moves", "a", "192.0.2.8", nil},
-		{"one goes", "b", "", []subnet.SharedPublicIP{{PublicIP: public}}},
+		{"the third", "c", "192.0.2.7", []subnet.SharedPublicIP{{PublicIP: public, Keys: []string{"a", "b", "c"}}}},
+		{"one moves", "a", "192.0.2.8", []subnet.SharedPublicIP{{PublicIP: public, Keys: []string{"b", "c"}}}},
+		{"one goes", "b", "", nil},
 		{"again", "a", "192.0.2.7", []subnet.SharedPublicIP{{PublicIP: public, Keys: []string{"a", "c"}}}},
 	}
 	subnets := map[string]string{"a": "10.5.1.0/24", "b": "10.5.2.0/24", "c": "10.5.3.0/24"}
@@ -58,7 +58,7 @@ func TestSharedChanges(t *testing.T) {
 				}
 				a.Reset(claimants)
 			}
-			if diff := cmp.Diff(s.want, a.SharedChanges(), cmpopts.EquateComparable(netip.Addr{})); diff != "" {
+			if diff := cmp.Diff(s.want, a.Shared(), cmpopts.EquateComparable(netip.Addr{})); diff != "" {
 				t.Errorf("%s, anew %v (-want +got):\n%s", s.name, anew, diff)
 			}
 			if n := len(a.Accepted()); n != len(all) {
