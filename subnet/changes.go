@@ -72,51 +72,43 @@ func sortedPrefixes(ps []netip.Prefix) []netip.Prefix {
 // backendChanges compares two objects of key, which is "Backend" or "NextBackend", without their
 // Type. It shows the two values of a key only if Public returns true for both.
 func backendChanges(key string, from, to json.RawMessage) []string {
-	a := backendKeys(from)
-	b := backendKeys(to)
-	names := map[string]string{}
-	for _, keys := range []map[string]backendKey{a, b} {
-		for folded, key := range keys {
-			names[folded] = key.name
-		}
-	}
+	was := lastMembers(from)
+	is := lastMembers(to)
+	both := maps.Clone(was)
+	maps.Copy(both, is)
 
 	var changes []string
-	for _, folded := range slices.Sorted(maps.Keys(names)) {
-		old := a[folded]
-		now := b[folded]
-		if folded == "type" || reflect.DeepEqual(old.value, now.value) {
+	for _, folded := range slices.Sorted(maps.Keys(both)) {
+		old := decodeAny(was[folded])
+		now := decodeAny(is[folded])
+		if folded == "type" || reflect.DeepEqual(old, now) {
 			continue
 		}
-		change := key + "." + names[folded]
-		if old.public() && now.public() {
-			change += fmt.Sprintf(" %s -> %s", old, now)
+		name := both[folded].key
+		change := key + "." + name
+		if Public(name, old) && Public(name, now) {
+			change += fmt.Sprintf(" %v -> %v", orDefault(old), orDefault(now))
 		}
 		changes = append(changes, change)
 	}
 	return changes
 }
 
-type backendKey struct {
-	name  string
-	value any
+// decodeAny returns the value of a member, with numbers as they are written. The value of an absent member
+// is null as well.
+func decodeAny(m member) (value any) {
+	d := json.NewDecoder(bytes.NewReader(m.value))
+	d.UseNumber()
+	_ = d.Decode(&value) // cannot fail for a present member, because members has decoded it
+	return value
 }
 
-// backendKeys returns the keys and values of a JSON object, by key in lower case, because keys
-// are compared without regard to case. The value of an absent key is null as well.
-func backendKeys(raw json.RawMessage) map[string]backendKey {
-	keys := map[string]backendKey{}
-	for _, m := range members(raw) {
-		var value any
-		d := json.NewDecoder(bytes.NewReader(m.value))
-		d.UseNumber()
-		_ = d.Decode(&value) // cannot fail, because members has decoded it
-		keys[strings.ToLower(m.key)] = backendKey{m.key, value}
+func orDefault(value any) any {
+	if value == nil {
+		return "default"
 	}
-	return keys
+	return value
 }
-
-func (k backendKey) public() bool { return Public(k.name, k.value) }
 
 // words are the keys of the Backend object, in lower case, whose values are words and no secrets.
 var words = []string{"type", "mode", "implementation", "mtu", "samelocation", "overflow"}
@@ -131,11 +123,4 @@ func Public(name string, value any) bool {
 		return slices.Contains(words, strings.ToLower(name)) && value == Shorten(value)
 	}
 	return false
-}
-
-func (k backendKey) String() string {
-	if k.value == nil {
-		return "default"
-	}
-	return fmt.Sprint(k.value)
 }

@@ -85,14 +85,20 @@ func Keys(raw json.RawMessage) (map[string]json.RawMessage, error) {
 		return nil, err
 	}
 	clear(keys)
-	names := map[string]string{} // by name in lower case
-	for _, m := range members(raw) {
-		folded := strings.ToLower(m.key)
-		delete(keys, names[folded])
-		names[folded] = m.key
+	for _, m := range lastMembers(raw) {
 		keys[m.key] = m.value
 	}
 	return keys, nil
+}
+
+// lastMembers returns the members of the JSON object raw that count, by key in lower case. It returns none
+// if raw is no object.
+func lastMembers(raw json.RawMessage) map[string]member {
+	last := map[string]member{}
+	for _, m := range members(raw) {
+		last[strings.ToLower(m.key)] = m
+	}
+	return last
 }
 
 type member struct {
