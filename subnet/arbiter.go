@@ -74,7 +74,13 @@ func (a *Arbiter) SetOwn(own Claimant) { a.own = own }
 // Reset replaces all claimants and decides about each of them. Each step gets only what the step before
 // has not refused. So a lease that a step refuses takes nothing from others in a later one.
 func (a *Arbiter) Reset(all []Claimant) {
-	a.clear(all)
+	a.prefixes = new(prefixTable)
+	a.shared = sharedPublicIPs{}
+	a.identities = map[string]string{}
+	a.accepted = make(map[string]*Lease, len(all))
+	a.identitiesOf = map[string][]string{}
+	a.contested = map[string]Claimant{}
+	a.refused = map[string][]string{}
 
 	all = slices.SortedFunc(slices.Values(all), func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) })
 	addresses := new(prefixTable)
@@ -98,23 +104,6 @@ func (a *Arbiter) Reset(all []Claimant) {
 	}
 
 	a.settleIdentities(slices.DeleteFunc(all, func(c Claimant) bool { return len(c.Lease.Endpoints) == 0 }))
-}
-
-// clear discards all decisions, and makes room for those about all.
-func (a *Arbiter) clear(all []Claimant) {
-	n := len(all)
-	marked := 0
-	for _, c := range all {
-		marked += len(c.Identities)
-	}
-
-	a.prefixes = new(prefixTable)
-	a.identities = make(map[string]string, marked)
-	a.shared = sharedPublicIPs{}
-	a.accepted = make(map[string]*Lease, n)
-	a.identitiesOf = make(map[string][]string, min(n, marked))
-	a.contested = map[string]Claimant{}
-	a.refused = map[string][]string{}
 }
 
 // Change decides again about the lease of c. If c has no endpoints, Change only removes the lease. The
