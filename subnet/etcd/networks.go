@@ -91,16 +91,8 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 				seen[name] = now.Revision
 			}
 		}
-		if ctx.Err() != nil {
-			return ctx.Err()
-		}
-		if errors.Is(err, errClosed) {
-			return err
-		}
-		if !errors.Is(err, errStalled) && !errors.Is(err, errRelist) {
-			m.report(ctx, sourceWatch, err)
-		}
-		if err := b.Wait(ctx, 0); err != nil {
+
+		if err := m.again(ctx, sourceWatch, err, b); err != nil {
 			return err
 		}
 	}

@@ -72,6 +72,21 @@ func (m *Manager) retry(ctx context.Context, s string, f func() error) error {
 	}
 }
 
+// again prepares the next try of an activity that has failed: it reports err, the error of the last one,
+// and waits. It returns an error if there must be no other try: the error of ctx, or errClosed. A watch
+// that is silent or cannot be resumed shows no outage yet: the next try shows whether the store answers.
+func (m *Manager) again(ctx context.Context, activity string, err error, b *wait.Backoff) error {
+	switch {
+	case ctx.Err() != nil:
+		return ctx.Err()
+	case errors.Is(err, errClosed):
+		return err
+	case !errors.Is(err, errStalled) && !errors.Is(err, errRelist):
+		m.report(ctx, activity, err)
+	}
+	return b.Wait(ctx, 0)
+}
+
 // report records the outcome of an activity. It ignores the errors of connections that were closed
 // on purpose.
 func (m *Manager) report(ctx context.Context, activity string, err error) {

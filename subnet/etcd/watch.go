@@ -55,19 +55,9 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 				continue
 			}
 		}
-		if ctx.Err() != nil {
-			return ctx.Err()
-		}
-		if errors.Is(err, errClosed) {
-			return err
-		}
-		if errors.Is(err, errRelist) {
-			cache.stale = true
-		}
-		if !errors.Is(err, errStalled) {
-			m.report(ctx, sourceWatch, err)
-		}
-		if err := b.Wait(ctx, 0); err != nil {
+
+		cache.stale = cache.stale || errors.Is(err, errRelist)
+		if err := m.again(ctx, sourceWatch, err, b); err != nil {
 			return err
 		}
 	}
