@@ -27,11 +27,11 @@ func Changes(from, to Config) []string {
 	}
 
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		a := networkOf(from, f)
-		b := networkOf(to, f)
-		note(f.String()+" network", a.net, b.net)
-		if a.net == b.net {
-			note(f.String()+" subnets", a.pool, b.pool)
+		a, poolA := networkOf(from, f)
+		b, poolB := networkOf(to, f)
+		note(f.String()+" network", a, b)
+		if a == b {
+			note(f.String()+" subnets", poolA, poolB)
 		}
 	}
 
@@ -45,20 +45,18 @@ func Changes(from, to Config) []string {
 	return changes
 }
 
-type networkText struct{ net, pool string }
-
-// networkOf describes the network of one family. Without a network of that family the text is
-// "none".
-func networkOf(cfg Config, f prefix.Family) networkText {
+// networkOf describes the network of one family and its subnets. Without a network of that family the
+// text is "none".
+func networkOf(cfg Config, f prefix.Family) (network, pool string) {
 	n, ok := cfg.Network(f)
 	if !ok {
-		return networkText{net: "none"}
+		return "none", ""
 	}
-	pool := "no subnets to assign"
-	if p, err := n.Pool(); err == nil {
-		pool = p.String()
+	p, err := n.Pool()
+	if err != nil {
+		return n.Prefix.String(), "no subnets to assign"
 	}
-	return networkText{n.Prefix.String(), pool}
+	return n.Prefix.String(), p.String()
 }
 
 func sortedPrefixes(ps []netip.Prefix) []netip.Prefix {

@@ -48,7 +48,14 @@ type Lease struct {
 }
 
 // Endpoint returns the lease's endpoint of family f. ok is false if the lease has none.
-func (l Lease) Endpoint(f prefix.Family) (e Endpoint, ok bool) { return endpoint(l.Endpoints, f) }
+func (l Lease) Endpoint(f prefix.Family) (e Endpoint, ok bool) {
+	for _, e := range l.Endpoints {
+		if e.Family() == f {
+			return e, true
+		}
+	}
+	return Endpoint{}, false
+}
 
 // Compare orders leases for people: by their subnets as numbers, and equal ones by key. A lease without
 // subnets comes first.
@@ -88,8 +95,16 @@ type Claim struct {
 	Endpoints   []Endpoint // one for each enabled family, IPv4 first
 }
 
-// Endpoint returns the claim's endpoint of family f. ok is false if the claim has none.
-func (c Claim) Endpoint(f prefix.Family) (e Endpoint, ok bool) { return claimed(c.Endpoints, f) }
+// Endpoint returns the claim's endpoint whose public address is of family f, because a claim may have no
+// subnet yet. ok is false if the claim has none.
+func (c Claim) Endpoint(f prefix.Family) (e Endpoint, ok bool) {
+	for _, e := range c.Endpoints {
+		if prefix.FamilyOf(e.PublicIP) == f {
+			return e, true
+		}
+	}
+	return Endpoint{}, false
+}
 
 // Next returns the claim that the node would make if it used only its next backend. backendType
 // becomes the BackendType of the claim.
@@ -105,26 +120,6 @@ func nextEndpoints(es []Endpoint) []Endpoint {
 		next[i].NextData = nil
 	}
 	return next
-}
-
-func endpoint(es []Endpoint, f prefix.Family) (Endpoint, bool) {
-	for _, e := range es {
-		if e.Family() == f {
-			return e, true
-		}
-	}
-	return Endpoint{}, false
-}
-
-// claimed returns the endpoint whose public address is of family f, because a claim may have no
-// subnet yet.
-func claimed(es []Endpoint, f prefix.Family) (Endpoint, bool) {
-	for _, e := range es {
-		if prefix.FamilyOf(e.PublicIP) == f {
-			return e, true
-		}
-	}
-	return Endpoint{}, false
 }
 
 // compareAge orders leases by the time at which they came into the store, and then by key.
