@@ -5,11 +5,9 @@ package etcd
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"maps"
 	"math/rand/v2"
-	"reflect"
 	"slices"
 	"time"
 
@@ -17,6 +15,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
 // errDue ends a watch because it is time to list the leases.
@@ -121,18 +120,8 @@ func alike(was, is *entry) bool {
 	if was.modRevision != 0 {
 		return was.is(is.modRevision, is.leaseID)
 	}
-	x := was.lease
-	y := is.lease
-	return is.err == nil && was.createRevision == is.createRevision && x.BackendType == y.BackendType && x.NextType == y.NextType && x.Permanent == y.Permanent &&
-		slices.EqualFunc(x.Endpoints, y.Endpoints, func(x, y subnet.Endpoint) bool {
-			return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && sameJSON(x.Data, y.Data) && sameJSON(x.NextData, y.NextData)
-		})
-}
-
-func sameJSON(x, y json.RawMessage) bool {
-	if bytes.Equal(x, y) {
-		return true
-	}
-	var a, b any
-	return json.Unmarshal(x, &a) == nil && json.Unmarshal(y, &b) == nil && reflect.DeepEqual(a, b)
+	x, errX := codec.Encode(was.lease.Claim())
+	y, errY := codec.Encode(is.lease.Claim())
+	return is.err == nil && errX == nil && errY == nil && bytes.Equal(x, y) &&
+		was.createRevision == is.createRevision && was.lease.Permanent == is.lease.Permanent
 }
