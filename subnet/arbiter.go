@@ -410,9 +410,9 @@ func (a *Arbiter) validate(n Network, e Endpoint) string {
 		return fmt.Sprintf("%s is outside the Network %s", s, n.Prefix)
 	}
 
-	for _, r := range reserved() {
+	for _, r := range unroutable() {
 		if r.Overlaps(s) {
-			return fmt.Sprintf("%s overlaps %s, which is not for pods", s, r)
+			return fmt.Sprintf("%s overlaps %s, which is not for pods", s, r.Prefix)
 		}
 	}
 	if slices.Contains(a.Broadcasts, e.PublicIP) {
@@ -462,14 +462,4 @@ func unusable(e Endpoint) string {
 func IsHost(a netip.Addr) bool {
 	broadcast := netip.AddrFrom4([4]byte{255, 255, 255, 255})
 	return a.IsValid() && !a.IsUnspecified() && !a.IsMulticast() && !a.IsLoopback() && a != broadcast
-}
-
-// reserved returns the prefixes that no subnet may overlap: loopback and multicast.
-func reserved() [4]netip.Prefix {
-	return [...]netip.Prefix{
-		netip.PrefixFrom(netip.AddrFrom4([4]byte{127}), 8),
-		netip.PrefixFrom(netip.AddrFrom4([4]byte{224}), 4),
-		prefix.Host(netip.IPv6Loopback()),
-		netip.PrefixFrom(netip.AddrFrom16([16]byte{0xff}), 8),
-	}
 }

@@ -114,6 +114,12 @@ func TestArbitrate(t *testing.T) {
 			},
 		},
 		{
+			name: "link-local", config: `{"Network":"160.0.0.0/3"}`, own: lease("own", 1, "172.16.1.0/24", "192.0.2.1"),
+			leases:  []subnet.Lease{lease("metadata", 1, "169.254.169.0/24", "192.0.2.3"), lease("ok", 2, "172.16.2.0/24", "192.0.2.4")},
+			want:    []string{"ok"},
+			refused: []subnet.Refusal{{"metadata", "169.254.169.0/24 overlaps 169.254.0.0/16, which is not for pods"}},
+		},
+		{
 			name: "public addresses to which no host can send", config: v4, own: own,
 			leases: []subnet.Lease{
 				lease("none", 1, "10.5.3.0/24", ""), lease("zero", 2, "10.5.4.0/24", "0.0.0.0"), lease("multi", 3, "10.5.5.0/24", "239.0.0.1"),

@@ -189,14 +189,18 @@ func parseNetwork(f prefix.Family, raw json.RawMessage) (netip.Prefix, error) {
 
 // unroutable returns the ranges whose addresses mean no single host, or are valid on one host or one link
 // alone (RFC 6890).
-func unroutable() []rangeInUse {
-	return []rangeInUse{
-		{netip.MustParsePrefix("127.0.0.0/8"), "loopback"},
-		{netip.MustParsePrefix("169.254.0.0/16"), "link-local"},
-		{netip.MustParsePrefix("224.0.0.0/4"), "multicast"},
-		{netip.MustParsePrefix("::1/128"), "loopback"},
-		{netip.MustParsePrefix("fe80::/10"), "link-local"},
-		{netip.MustParsePrefix("ff00::/8"), "multicast"},
+func unroutable() [6]rangeInUse {
+	v4 := func(a, b byte, bits int) netip.Prefix { return netip.PrefixFrom(netip.AddrFrom4([4]byte{a, b}), bits) }
+	v6 := func(a, b byte, bits int) netip.Prefix {
+		return netip.PrefixFrom(netip.AddrFrom16([16]byte{a, b}), bits)
+	}
+	return [...]rangeInUse{
+		{v4(127, 0, 8), "loopback"},
+		{v4(169, 254, 16), "link-local"},
+		{v4(224, 0, 4), "multicast"},
+		{prefix.Host(netip.IPv6Loopback()), "loopback"},
+		{v6(0xfe, 0x80, 10), "link-local"},
+		{v6(0xff, 0, 8), "multicast"},
 	}
 }
 
