@@ -87,7 +87,7 @@ func TestConfigWatchHiddenValue(t *testing.T) {
 // TestConfigWatchHasGivenUp replaces a configuration that did not start by texts that no network can use. The
 // steps toward it must not be tried again, because each attempt disturbs the traffic.
 func TestConfigWatchHasGivenUp(t *testing.T) {
-	parse := func(text []byte) (subnet.Config, error) { return subnet.ParseConfig(text) }
+	parse := subnet.ParseConfig
 	for name, unusable := range map[string]func(w *configWatch){
 		"it is deleted":     func(w *configWatch) { w.apply(t.Context(), nil) },
 		"it is damaged":     func(w *configWatch) { w.apply(t.Context(), []byte("{")) },
