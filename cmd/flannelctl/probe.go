@@ -3,9 +3,13 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
+	"fmt"
 	"io"
 	"net"
+	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -13,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/probe/ping"
 )
@@ -29,13 +34,18 @@ type reach struct {
 
 // newProbeCommand returns the program of the pods of check --pod and of connectivity test.
 func newProbeCommand() *cobra.Command {
+	var port uint16
 	cmd := &cobra.Command{
 		Use: "probe [TARGET]...", Short: "Try to reach targets from the pod of a check", Hidden: true,
 		Long: `Sends small and full-size packets to each target, and prints the results as JSON. A
-target is an address, or an address with a TCP port. Without arguments it reads the
-targets from standard input, until its end. It needs CAP_NET_RAW.`,
-		Example: "  flannelctl probe 10.5.7.1 10.96.0.1:443",
+target is an address, an address with a TCP port, or gateway. Without arguments it reads the
+targets from standard input, until its end. It needs CAP_NET_RAW. With --listen it only accepts
+connections, until a signal.`,
+		Example: "  flannelctl probe gateway 10.5.7.1 10.96.0.1:443",
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if port != 0 {
+				return listen(cmd.Context(), port)
+			}
 			if len(args) == 0 {
 				text, err := io.ReadAll(cmd.InOrStdin())
 				if err != nil {
@@ -44,6 +54,13 @@ targets from standard input, until its end. It needs CAP_NET_RAW.`,
 				args = strings.Fields(string(text))
 			}
 
+			if i := slices.Index(args, "gateway"); i >= 0 {
+				own, err := gateways()
+				if err != nil {
+					return err
+				}
+				args = slices.Concat(args[:i], own, args[i+1:])
+			}
 			targets, err := parseTargets(args)
 			if err != nil {
 				return err
@@ -55,7 +72,42 @@ targets from standard input, until its end. It needs CAP_NET_RAW.`,
 			return json.NewEncoder(cmd.OutOrStdout()).Encode(results)
 		},
 	}
+	cmd.Flags().Uint16Var(&port, "listen", 0, "accept connections to this TCP port")
 	return cmd
+}
+
+// listen accepts connections and closes them until ctx ends.
+func listen(ctx context.Context, port uint16) error {
+	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", fmt.Sprintf(":%d", port))
+	if err != nil {
+		return err
+	}
+	defer context.AfterFunc(ctx, func() { _ = l.Close() })()
+	for {
+		conn, err := l.Accept()
+		switch {
+		case ctx.Err() != nil:
+			return nil
+		case err != nil:
+			return err
+		}
+		_ = conn.Close()
+	}
+}
+
+// gateways returns the gateways of a pod: the first addresses of the subnets in which it has an address.
+func gateways() (all []string, err error) {
+	eth0, err := net.InterfaceByName(podInterface)
+	if err != nil {
+		return nil, err
+	}
+	addrs, err := eth0.Addrs()
+	for _, a := range addrs {
+		if p, err := netip.ParsePrefix(a.String()); err == nil && p.Addr().IsGlobalUnicast() {
+			all = append(all, prefix.First(p.Masked()).String())
+		}
+	}
+	return all, err
 }
 
 func parseTargets(texts []string) ([]paths.Target, error) {

@@ -36,7 +36,7 @@ func render(t *testing.T, options ...string) string {
 // renderChart does so with any chart, and with values as YAML.
 func renderChart(t *testing.T, chart, values string, options ...string) string {
 	t.Helper()
-	cmd := exec.CommandContext(t.Context(), helm, append([]string{"template", "flannel", chart, "--namespace=kube-flannel", "--kube-version=1.30", "--values=-"}, options...)...)
+	cmd := exec.CommandContext(t.Context(), helm, append([]string{"template", "flannel", chart, "--namespace=kube-flannel", "--kube-version=1.30", "--skip-tests", "--values=-"}, options...)...)
 	cmd.Stdin = strings.NewReader(values)
 	var stderr strings.Builder
 	cmd.Stderr = &stderr
@@ -121,6 +121,14 @@ func TestChartRenders(t *testing.T) {
 			expectConfig(t, got)
 		})
 	}
+}
+
+// TestHelmTest checks the objects of helm test, which no other test renders.
+//
+//stages:rest it needs helm, which takes minutes to build
+func TestHelmTest(t *testing.T) {
+	got := render(t, "--skip-tests=false", "--show-only=templates/tests/connectivity.yaml", "--set=flannel.selectorLabels.k8s-app=flannel")
+	expectGolden(t, "testdata/connectivity.golden.yaml", got)
 }
 
 // expectConfig checks that the rendered ConfigMap contains a network configuration that the

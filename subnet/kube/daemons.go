@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/netip"
 	"net/url"
 	"strconv"
 	"time"
@@ -35,43 +36,65 @@ func FindDaemons(ctx context.Context, cfg Config, namespace, selector string) (*
 
 	// A pod can answer with a redirect. The client would send the operator's token there.
 	c.http.CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+	pods, err := listPods(ctx, c, namespace, selector)
+	if err != nil {
+		c.renew()
+		return nil, err
+	}
 	d := &Daemons{client: c, namespace: namespace, pods: map[string]string{}}
-	for page, more := "", true; more; more = page != "" {
-		if page, err = d.list(ctx, selector, page); err != nil {
-			d.Close()
-			return nil, fmt.Errorf("list pods with the label %s in namespace %s: %w", selector, namespace, err)
+	for _, p := range pods {
+		if p.runs() {
+			d.pods[p.Spec.NodeName] = p.Metadata.Name
 		}
 	}
 	return d, nil
 }
 
-// list reads one page of pods, and adds those that run to d.pods. page is the token of that page,
-// and empty for the first one. next is the token of the next page, and empty if there is none.
-func (d *Daemons) list(ctx context.Context, selector, page string) (next string, err error) {
-	var found struct {
-		Metadata struct{ Continue string }
-		Items    []struct {
-			Metadata struct{ Name, DeletionTimestamp string }
-			Spec     struct{ NodeName string }
-			Status   struct{ Phase string }
+// podObject is the part of a pod that this package reads.
+type podObject struct {
+	Metadata struct{ Name, DeletionTimestamp string }
+	Spec     struct {
+		NodeName         string
+		Containers       []struct{ Name, Image string }
+		ImagePullSecrets []struct {
+			Name string `json:"name"`
 		}
 	}
-	err = d.client.callJSON(ctx, podsTimeout, request{
-		path:  "namespaces/" + url.PathEscape(d.namespace) + "/pods",
-		query: url.Values{"labelSelector": {selector}, "limit": {podsPage}, "continue": {page}},
-	}, &found)
-	if err != nil {
-		return "", err
+	Status struct {
+		Phase             string
+		PodIPs            []struct{ IP netip.Addr }
+		ContainerStatuses []struct {
+			State struct {
+				Waiting struct{ Reason, Message string }
+			}
+		}
 	}
+}
 
-	for _, pod := range found.Items {
-		// During an update a Node may have an old pod, which is being ended, and the new one.
-		// Evicted pods stay in the list for a long time.
-		if pod.Metadata.DeletionTimestamp == "" && pod.Status.Phase == "Running" {
-			d.pods[pod.Spec.NodeName] = pod.Metadata.Name
+// runs reports whether the pod runs. During an update a Node may have an old pod, which is being ended, and the new
+// one. Evicted pods stay in the list for a long time.
+func (p podObject) runs() bool {
+	return p.Metadata.DeletionTimestamp == "" && p.Status.Phase == "Running"
+}
+
+// listPods lists the pods with the labels of selector, page by page.
+func listPods(ctx context.Context, c *client, namespace, selector string) (pods []podObject, err error) {
+	for page, more := "", true; more; more = page != "" {
+		var found struct {
+			Metadata struct{ Continue string }
+			Items    []podObject
 		}
+		err := c.callJSON(ctx, podsTimeout, request{
+			path:  "namespaces/" + url.PathEscape(namespace) + "/pods",
+			query: url.Values{"labelSelector": {selector}, "limit": {podsPage}, "continue": {page}},
+		}, &found)
+		if err != nil {
+			return nil, fmt.Errorf("list pods with the label %s in namespace %s: %w", selector, namespace, err)
+		}
+		pods = append(pods, found.Items...)
+		page = found.Metadata.Continue
 	}
-	return found.Metadata.Continue, nil
+	return pods, nil
 }
 
 // Get requests path from the HTTP server of the daemon on a Node, which listens on port. It returns

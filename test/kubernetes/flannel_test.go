@@ -225,7 +225,8 @@ func (c *cluster) takeOut() {
 	for _, n := range c.nodes {
 		left := n.run("sh", "-c", `ip -o link 2>/dev/null | grep flannel # it warns about peers in other namespaces
 			ip route show proto 98; ip -6 route show proto 98
-			{ iptables-save; ip6tables-save; iptables-legacy-save; ip6tables-legacy-save; nft list ruleset; } 2>&1 | grep -i flannel
+			{ iptables-save; ip6tables-save; iptables-legacy-save; ip6tables-legacy-save; nft list ruleset; } 2>&1 |
+				grep -i flannel | grep -v kube-flannel/flannel-connectivity # kube-proxy removes chains of deleted Services later
 			ls /run/flannel/*.env /var/lib/flannel/* /var/lib/node/disk/etc/cni/net.d/* 2>/dev/null || :`)
 		if left != "" {
 			c.t.Errorf("left on %s:\n%s", n.Name(), left)

@@ -93,6 +93,10 @@ func TestClusters(t *testing.T) {
 				c.expectNodesReady()
 				c.expectPods()
 				c.expectInOrder()
+				if i == byHelm {
+					c.expectConnectivity(archive)
+					c.expectHelmTest()
+				}
 				if i == byKubectl && len(c.families) == 1 && c.families[0] == prefix.IPv4 {
 					c.followTutorial()
 				}

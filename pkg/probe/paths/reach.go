@@ -8,8 +8,10 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"syscall"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/probe/ping"
 )
 
@@ -66,20 +68,30 @@ func Reach(ctx context.Context, p *ping.Pinger, t Target, size int) Verdict {
 	return v
 }
 
-// connect opens a TCP connection to a target.
+// connect opens a TCP connection to a target. It tries again after a refusal, because a new Service is refused until
+// kube-proxy has added its rules.
 func connect(ctx context.Context, t Target) Verdict {
-	begin := time.Now()
 	within, cancel := context.WithTimeout(ctx, 2*answerTimeout) // so that TCP repeats a lost packet
 	defer cancel()
-	conn, err := (&net.Dialer{}).DialContext(within, "tcp", t.String())
-	if err != nil {
+	for {
+		begin := time.Now()
+		conn, err := (&net.Dialer{}).DialContext(within, "tcp", t.String())
+		if err == nil {
+			took := time.Since(begin)
+			_ = conn.Close()
+			return Verdict{OK: true, RTT: took}
+		}
+		if errors.Is(err, syscall.ECONNREFUSED) && wait.For(within, refusedPause) == nil {
+			continue
+		}
+
 		cause := err
 		if e := (*net.OpError)(nil); errors.As(err, &e) {
 			cause = e.Err // without the address, which the caller knows
 		}
 		return Verdict{Broken: Tunnel, Advice: "no TCP connection: " + cause.Error()}
 	}
-	took := time.Since(begin)
-	_ = conn.Close()
-	return Verdict{OK: true, RTT: took}
 }
+
+// refusedPause is the time between two connections to a target that refuses them.
+const refusedPause = 200 * time.Millisecond
