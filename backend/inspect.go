@@ -23,6 +23,14 @@ type Inspector interface {
 	Counts() map[string]dataplane.Count
 }
 
+// Objects returns the objects of n for a peer, or nil if n is not an Inspector.
+func Objects(n Network, key string) []ObjectReport {
+	if i, ok := n.(Inspector); ok {
+		return i.Objects(key)
+	}
+	return nil
+}
+
 // DataPath is a Network whose packets may be carried by the kernel or by this process. Its
 // methods may be called at any time.
 type DataPath interface {
@@ -31,6 +39,22 @@ type DataPath interface {
 	// Dropped returns the number of packets that flanneld or its own firewall rules have dropped,
 	// by reason. It returns nil if the network does not count them.
 	Dropped() map[string]uint64
+}
+
+// Mode returns the data path of n, or "" if n is not a DataPath.
+func Mode(n Network) string {
+	if path, ok := n.(DataPath); ok {
+		return path.Mode()
+	}
+	return ""
+}
+
+// Dropped returns the numbers of packets that n has dropped, or nil if n is not a DataPath.
+func Dropped(n Network) map[string]uint64 {
+	if path, ok := n.(DataPath); ok {
+		return path.Dropped()
+	}
+	return nil
 }
 
 // Chooser is a Network that chooses one of two backends for each peer. It prefers the next backend
@@ -133,16 +157,13 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	in := Inspection{LastSync: s.lastSync, Err: s.err, Shared: s.arbiter.Shared()}
-	inspector, _ := s.Network.(Inspector)
 	chooser, _ := s.Network.(Chooser)
 	sizer, _ := s.Network.(PathSizer)
-	if inspector != nil {
+	if inspector, ok := s.Network.(Inspector); ok {
 		in.Counts = inspector.Counts()
 	}
-	if path, ok := s.Network.(DataPath); ok {
-		in.Mode = path.Mode()
-		in.Dropped = path.Dropped()
-	}
+	in.Mode = Mode(s.Network)
+	in.Dropped = Dropped(s.Network)
 	if router, ok := s.Network.(CloudRouter); ok {
 		report := router.CloudRoutes()
 		in.Cloud = &report
@@ -160,8 +181,8 @@ func (s *Syncer) inspect(objects bool) Inspection {
 
 	for l := range s.Ledger.Leases() {
 		p := PeerReport{Lease: *l, Refused: s.log.refused[l.Key], Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key)}
-		if objects && inspector != nil {
-			p.Objects = inspector.Objects(l.Key)
+		if objects {
+			p.Objects = Objects(s.Network, l.Key)
 		}
 		if chooser != nil {
 			p.Choice = chooser.Choice(l.Key)

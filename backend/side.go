@@ -69,6 +69,16 @@ type Sized interface {
 	MTU() int
 }
 
+// SmallestMTU returns the smallest of mtu, in bytes, and the MTUs of the backends that are Sized.
+func SmallestMTU(mtu int, backends ...Backend) int {
+	for _, b := range backends {
+		if s, ok := b.(Sized); ok {
+			mtu = min(mtu, s.MTU())
+		}
+	}
+	return mtu
+}
+
 // Reclaimer is a Network that can find out that Claim of its backend may now return more data than
 // this host's lease has, or that no peer keeps this host from the next subnet.Stage.
 type Reclaimer interface {

@@ -134,15 +134,7 @@ func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
 // MTU implements backend.Sized. It also implements backend.Network for network, which embeds
 // Backend. The result is the smaller MTU of the two backends, because any peer may change its
 // location.
-func (b *Backend) MTU() int {
-	mtu := b.env.Underlay.MTU
-	for _, be := range []backend.Backend{b.between, b.inside} {
-		if s, ok := be.(backend.Sized); ok {
-			mtu = min(mtu, s.MTU())
-		}
-	}
-	return mtu
-}
+func (b *Backend) MTU() int { return backend.SmallestMTU(b.env.Underlay.MTU, b.between, b.inside) }
 
 // Claim implements backend.Backend. A host without a location publishes no data for the backend
 // inside.

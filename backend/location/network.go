@@ -242,12 +242,10 @@ func (n *network) Location() *backend.LocationReport {
 }
 
 // Objects implements backend.Inspector.
-func (n *network) Objects(key string) (all []backend.ObjectReport) {
-	if i, ok := n.running.between.(backend.Inspector); ok {
-		all = i.Objects(key)
-	}
-	if i, ok := n.running.inside.(backend.Inspector); ok && n.isInside(key) {
-		all = append(all, i.Objects(key)...)
+func (n *network) Objects(key string) []backend.ObjectReport {
+	all := backend.Objects(n.running.between, key)
+	if n.isInside(key) {
+		all = append(all, backend.Objects(n.running.inside, key)...)
 	}
 	return all
 }
@@ -256,20 +254,10 @@ func (n *network) Objects(key string) (all []backend.ObjectReport) {
 func (n *network) Counts() map[string]dataplane.Count { return n.joint.Counts() }
 
 // Mode implements backend.DataPath. It returns the mode of the backend between locations.
-func (n *network) Mode() string {
-	if path, ok := n.running.between.(backend.DataPath); ok {
-		return path.Mode()
-	}
-	return ""
-}
+func (n *network) Mode() string { return backend.Mode(n.running.between) }
 
 // Dropped implements backend.DataPath. It returns the drops of the backend between locations.
-func (n *network) Dropped() map[string]uint64 {
-	if path, ok := n.running.between.(backend.DataPath); ok {
-		return path.Dropped()
-	}
-	return nil
-}
+func (n *network) Dropped() map[string]uint64 { return backend.Dropped(n.running.between) }
 
 // Close implements backend.Network.
 func (n *network) Close() error {

@@ -265,6 +265,7 @@ func (l *layer) choose(dst netip.Prefix, side int) {
 		return
 	}
 
+	// The routes of a view depend on what is carried.
 	for _, v := range l.views {
 		l.delta.remove(v.routes(dst))
 	}
@@ -340,22 +341,17 @@ func newDelta() delta {
 	return delta{gone: map[dataplane.Object]struct{}{}, new: map[dataplane.Object]struct{}{}}
 }
 
-func (d delta) remove(objects []dataplane.Object) {
-	for _, o := range objects {
-		if _, fresh := d.new[o]; fresh {
-			delete(d.new, o)
-		} else {
-			d.gone[o] = struct{}{}
-		}
-	}
-}
+func (d delta) remove(objects []dataplane.Object) { move(objects, d.new, d.gone) }
 
-func (d delta) add(objects []dataplane.Object) {
+func (d delta) add(objects []dataplane.Object) { move(objects, d.gone, d.new) }
+
+// move takes objects out of from, and puts those into to that were not there.
+func move(objects []dataplane.Object, from, to map[dataplane.Object]struct{}) {
 	for _, o := range objects {
-		if _, gone := d.gone[o]; gone {
-			delete(d.gone, o)
+		if _, undone := from[o]; undone {
+			delete(from, o)
 		} else {
-			d.new[o] = struct{}{}
+			to[o] = struct{}{}
 		}
 	}
 }

@@ -200,11 +200,7 @@ func (n *network) attempt(ctx context.Context, own subnet.Lease) (backend.Networ
 // MTU implements backend.Network. Both backends can carry packets of that size, even if the next
 // one does not run yet.
 func (n *network) MTU() int {
-	mtu := n.running[present].MTU()
-	if s, ok := n.parts[next].be.(backend.Sized); ok {
-		mtu = min(mtu, s.MTU())
-	}
-	return mtu
+	return backend.SmallestMTU(n.running[present].MTU(), n.parts[next].be)
 }
 
 // Selects implements backend.Selector.
@@ -508,6 +504,7 @@ func (n *network) move(key string, probed bool) {
 	changes := p.decided && side != p.side
 	n.count(p, side)
 	p.decided = true
+
 	for _, s := range p.subnets {
 		n.layer.choose(s, side)
 		delete(n.before, s)
@@ -731,35 +728,21 @@ func (n *network) Location() *backend.LocationReport {
 }
 
 // Objects implements backend.Inspector.
-func (n *network) Objects(key string) (all []backend.ObjectReport) {
-	for _, part := range n.running {
-		if i, ok := part.(backend.Inspector); ok {
-			all = append(all, i.Objects(key)...)
-		}
-	}
-	return all
+func (n *network) Objects(key string) []backend.ObjectReport {
+	return slices.Concat(backend.Objects(n.running[present], key), backend.Objects(n.running[next], key))
 }
 
 // Counts implements backend.Inspector.
 func (n *network) Counts() map[string]dataplane.Count { return n.layer.reconciler.Counts() }
 
 // Mode implements backend.DataPath. It returns the mode of the present backend.
-func (n *network) Mode() string {
-	if path, ok := n.running[present].(backend.DataPath); ok {
-		return path.Mode()
-	}
-	return ""
-}
+func (n *network) Mode() string { return backend.Mode(n.running[present]) }
 
 // Dropped implements backend.DataPath. It returns the sums of both backends.
 func (n *network) Dropped() map[string]uint64 {
 	var all map[string]uint64
 	for _, part := range n.running {
-		path, ok := part.(backend.DataPath)
-		if !ok {
-			continue
-		}
-		for reason, count := range path.Dropped() {
+		for reason, count := range backend.Dropped(part) {
 			if all == nil {
 				all = map[string]uint64{}
 			}

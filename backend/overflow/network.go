@@ -280,12 +280,7 @@ func (n *network) PathMTU(dst netip.Prefix) int {
 }
 
 // Objects implements backend.Inspector.
-func (n *network) Objects(key string) []backend.ObjectReport {
-	if i, ok := n.tunnel.(backend.Inspector); ok {
-		return i.Objects(key)
-	}
-	return nil
-}
+func (n *network) Objects(key string) []backend.ObjectReport { return backend.Objects(n.tunnel, key) }
 
 // Counts implements backend.Inspector.
 func (n *network) Counts() map[string]dataplane.Count {

@@ -65,13 +65,7 @@ func (b *Backend) Tunnels(f prefix.Family) []firewall.Payload { return backend.T
 // MTU implements backend.Sized. It also implements backend.Network for network, which embeds
 // Backend. The result is at most the MTU of the tunnel, because any peer may come to need the
 // tunnel.
-func (b *Backend) MTU() int {
-	mtu := b.cloud.MTU()
-	if s, ok := b.tunnel.(backend.Sized); ok {
-		mtu = min(mtu, s.MTU())
-	}
-	return mtu
-}
+func (b *Backend) MTU() int { return backend.SmallestMTU(b.cloud.MTU(), b.tunnel) }
 
 // Claim implements backend.Backend. It makes no call of the cloud, because a host that cannot use
 // the cloud uses the tunnel. A host that already had a lease publishes the same data about its
