@@ -13,6 +13,6 @@ import (
 
 func main() {
 	skel.PluginMainFuncs(skel.CNIFuncs{
-		Add: add, Check: check, Del: del, GC: collect, Status: status,
+		Add: command(add), Check: command(check), Del: command(del), GC: command(collect), Status: command(status),
 	}, cni.All, "CNI plugin flannel "+version.String())
 }

@@ -19,11 +19,18 @@ import (
 // The functions below implement the CNI commands. Each process runs one of them, and the
 // runtime kills it if it takes too long. So none of them needs a context.
 
-func add(args *skel.CmdArgs) error {
-	c, err := parseConfig(args.StdinData)
-	if err != nil {
-		return err
+// command implements a command of CNI for the configuration and the attachment that the runtime passes.
+func command(run func(config, attachment) error) func(*skel.CmdArgs) error {
+	return func(args *skel.CmdArgs) error {
+		c, err := parseConfig(args.StdinData)
+		if err != nil {
+			return err
+		}
+		return run(c, attachment{dir: c.DataDir, container: args.ContainerID, iface: args.IfName})
 	}
+}
+
+func add(c config, a attachment) error {
 	d, err := c.delegation()
 	if err != nil {
 		return err
@@ -33,7 +40,6 @@ func add(args *skel.CmdArgs) error {
 	// deleted however this call ends. If there is a note already, this is a second ADD of
 	// the interface. Most plugins refuse that, and the note of the first ADD must then
 	// stay. So an existing note is replaced only after the delegate has succeeded.
-	a := c.attachment(args)
 	_, err = a.load()
 	fresh := errors.Is(err, fs.ErrNotExist)
 	if fresh {
@@ -63,10 +69,6 @@ func add(args *skel.CmdArgs) error {
 	return result.Print()
 }
 
-func (c config) attachment(args *skel.CmdArgs) attachment {
-	return attachment{dir: c.DataDir, container: args.ContainerID, iface: args.IfName}
-}
-
 // delegate passes o to a command of the plugin that o names.
 func (o object) delegate(command func(context.Context, string, []byte, invoke.Exec) error) error {
 	plugin, err := o.text("type", defaultDelegate)
@@ -80,13 +82,7 @@ func (o object) delegate(command func(context.Context, string, []byte, invoke.Ex
 	return command(context.Background(), plugin, stdin, nil)
 }
 
-func del(args *skel.CmdArgs) error {
-	c, err := parseConfig(args.StdinData)
-	if err != nil {
-		return err
-	}
-
-	a := c.attachment(args)
+func del(c config, a attachment) error {
 	d, err := a.loadAny(c.Name)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil // CNI wants DEL to succeed if there is nothing to delete
@@ -106,13 +102,8 @@ func del(args *skel.CmdArgs) error {
 	return a.remove()
 }
 
-func check(args *skel.CmdArgs) error {
-	c, err := parseConfig(args.StdinData)
-	if err != nil {
-		return err
-	}
-
-	d, err := c.attachment(args).loadAny(c.Name)
+func check(c config, a attachment) error {
+	d, err := a.loadAny(c.Name)
 	if err != nil {
 		return types.NewError(types.ErrUnknownContainer, "the container is not known to be attached", err.Error())
 	}
@@ -124,12 +115,7 @@ func check(args *skel.CmdArgs) error {
 	return d.delegate(invoke.DelegateCheck)
 }
 
-func status(args *skel.CmdArgs) error {
-	c, err := parseConfig(args.StdinData)
-	if err != nil {
-		return err
-	}
-
+func status(c config, _ attachment) error {
 	d, err := c.delegation()
 	if e, ok := errors.AsType[*types.Error](err); ok && e.Code == types.ErrTryAgainLater {
 		return types.NewError(types.ErrPluginNotAvailable, e.Msg, e.Details)
@@ -141,19 +127,14 @@ func status(args *skel.CmdArgs) error {
 }
 
 // collect implements GC.
-func collect(args *skel.CmdArgs) error {
-	c, err := parseConfig(args.StdinData)
-	if err != nil {
-		return err
-	}
-
+func collect(c config, _ attachment) error {
 	// A missing list is not an empty one, which means to detach everything.
 	var keep []types.GCAttachment
 	if err := json.Unmarshal(c.Attachments, &keep); err != nil {
 		return types.NewError(types.ErrInvalidNetworkConfig, "parse cni.dev/valid-attachments", err.Error())
 	}
 
-	err = c.detachAllBut(keep)
+	err := c.detachAllBut(keep)
 	d, failed := c.delegation()
 	if failed != nil {
 		return errors.Join(err, failed)
