@@ -57,7 +57,7 @@ func ecsHost(region string) string {
 	return "ecs." + region + ".aliyuncs.com"
 }
 
-func (c *client) vSwitch(ctx context.Context, addresses []netip.Addr) (id string, primary bool, err error) {
+func (c *client) ownVSwitch(ctx context.Context, addresses []netip.Addr) (id string, primary bool, err error) {
 	found, err := c.Metadata.Find(ctx, addresses, "private-ipv4s", "ipv6s")
 	if err != nil {
 		return "", false, err

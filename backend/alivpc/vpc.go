@@ -56,7 +56,7 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 		v.api = api
 	}
 
-	id, primary, err := v.api.vSwitch(ctx, v.addresses)
+	id, primary, err := v.api.ownVSwitch(ctx, v.addresses)
 	if err != nil {
 		return nil, err
 	}
@@ -152,6 +152,7 @@ func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error
 	if err := v.describe(ctx, url.Values{"VpcId": {v.id}}, all); err != nil {
 		return nil, err
 	}
+
 	switches := map[netip.Addr]string{}
 	for _, i := range all {
 		for _, a := range i.primary() {
@@ -159,13 +160,14 @@ func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error
 		}
 	}
 
-	tables := map[string]string{"": ""} // by vSwitch
+	tables := map[string]string{"": ""} // by vSwitch; a host that is not found follows none
 	followed := make([]string, len(hosts))
 	for n, h := range hosts {
 		id := ""
 		for _, a := range h.Addresses {
 			id = cmp.Or(id, switches[a])
 		}
+
 		if _, known := tables[id]; !known {
 			answer, err := v.vSwitch(ctx, id)
 			if cloud.Transient(err) {
@@ -291,7 +293,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 		if err != nil || foreign {
 			return cmp.Or(err, cloud.ErrExists)
 		}
-		err = v.api.call(ctx, v.api.vpc, "ModifyRouteEntry", v.replaceParams(r), nil)
+		err = v.api.call(ctx, v.api.vpc, "ModifyRouteEntry", v.writeParams("New", r), nil)
 		if isCode(err, "OperationDenied.NextHopNotChanged") {
 			return nil
 		}
@@ -303,7 +305,7 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 		}
 	}
 
-	err := v.api.call(ctx, v.api.vpc, "CreateRouteEntry", v.createParams(r), nil)
+	err := v.api.call(ctx, v.api.vpc, "CreateRouteEntry", v.writeParams("", r), nil)
 	if err == nil {
 		return v.await(ctx, r)
 	}
@@ -351,23 +353,12 @@ func routeParams(r cloud.Route) url.Values {
 	return url.Values{"RouteTableId": {r.Table}, "DestinationCidrBlock": {r.Dst.String()}}
 }
 
-func (v *vpc) writeParams(r cloud.Route) url.Values {
+// writeParams returns the parameters of CreateRouteEntry or, with the prefix New, of ModifyRouteEntry.
+func (v *vpc) writeParams(prefix string, r cloud.Route) url.Values {
 	params := routeParams(r)
 	params.Set("Description", cloud.Describe(v.cluster, v.networks, r.Dst))
-	return params
-}
-
-func (v *vpc) createParams(r cloud.Route) url.Values {
-	params := v.writeParams(r)
-	params.Set("NextHopType", instanceHop)
-	params.Set("NextHopId", r.Target)
-	return params
-}
-
-func (v *vpc) replaceParams(r cloud.Route) url.Values {
-	params := v.writeParams(r)
-	params.Set("NewNextHopType", instanceHop)
-	params.Set("NewNextHopId", r.Target)
+	params.Set(prefix+"NextHopType", instanceHop)
+	params.Set(prefix+"NextHopId", r.Target)
 	return params
 }
 
@@ -424,7 +415,7 @@ func (v *vpc) Check(ctx context.Context) error {
 		for _, call := range []struct {
 			action string
 			params url.Values
-		}{{"CreateRouteEntry", v.createParams(nowhere)}, {"ModifyRouteEntry", v.replaceParams(nowhere)}, {"DeleteRouteEntry", removeParams(nowhere)}} {
+		}{{"CreateRouteEntry", v.writeParams("", nowhere)}, {"ModifyRouteEntry", v.writeParams("New", nowhere)}, {"DeleteRouteEntry", removeParams(nowhere)}} {
 			err := api.try(ctx, call.action, call.params)
 			if isCode(err, "OperationUnsupported.Ipv6EntryOnPrimaryNetworkInterface") {
 				return fmt.Errorf("Alibaba Cloud allows no IPv6 routes to the primary network interface of %s: remove IPv6Network, or set EnableIPv6 to false: %w", api.instance, err)
