@@ -100,17 +100,10 @@ func (o *Options) readPod(env []string) {
 // values are by the name of the flag.
 type values map[string]*collected
 
-// collected implements flag.Value, so that package flag only stores the texts. apply parses them
-// later, in the same way as those of variables.
 type collected struct {
 	source string
 	texts  []string
-	toggle bool
 }
-
-func (c *collected) String() string     { return "" }
-func (c *collected) Set(s string) error { c.texts = append(c.texts, s); return nil }
-func (c *collected) IsBoolFlag() bool   { return c.toggle }
 
 // apply also records the source of each option.
 func (o *Options) apply(all []setting, given values) error {
@@ -135,10 +128,22 @@ func commandLine(all []setting, args []string) (values, error) {
 	fs := flag.NewFlagSet("", flag.ContinueOnError)
 	fs.SetOutput(io.Discard)
 	fs.Usage = func() {}
+
+	// The texts are parsed later, in the same way as those of variables.
 	found := values{}
 	for _, s := range all {
-		found[s.name] = &collected{source: "--" + s.name, toggle: s.arg == ""}
-		fs.Var(found[s.name], s.name, "")
+		add := func(text string) error {
+			if found[s.name] == nil {
+				found[s.name] = &collected{source: "--" + s.name}
+			}
+			found[s.name].texts = append(found[s.name].texts, text)
+			return nil
+		}
+		if s.arg == "" {
+			fs.BoolFunc(s.name, "", add)
+		} else {
+			fs.Func(s.name, "", add)
+		}
 	}
 
 	err := fs.Parse(args)
@@ -159,11 +164,6 @@ func commandLine(all []setting, args []string) (values, error) {
 		return nil, badArgument(fs, read, fs.Arg(0))
 	}
 
-	for name, c := range found {
-		if len(c.texts) == 0 {
-			delete(found, name)
-		}
-	}
 	return found, nil
 }
 
@@ -193,8 +193,9 @@ func badFlag(fs *flag.FlagSet, all []setting, read []string) error {
 func badArgument(fs *flag.FlagSet, read []string, arg string) error {
 	// It is usually the value of a boolean flag, which needs a "=".
 	if _, err := strconv.ParseBool(arg); err == nil && len(read) > 0 {
-		name := strings.TrimLeft(read[len(read)-1], "-")
-		if f := fs.Lookup(name); f != nil && read[len(read)-1] != name {
+		last := read[len(read)-1]
+		name := strings.TrimLeft(last, "-")
+		if strings.HasPrefix(last, "-") && fs.Lookup(name) != nil {
 			return fmt.Errorf("unexpected argument %q: expected --%s=%s", arg, name, arg)
 		}
 	}
