@@ -55,9 +55,9 @@ func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int)
 	}
 
 	fl := &Flow{}
-	err := to.Do(ctx, func() (err error) {
-		fl.far, err = net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(to.Addr(f), 0)))
-		return err
+	var err error
+	fl.far, err = inside(ctx, to.Namespace, func() (*net.UDPConn, error) {
+		return net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(to.Addr(f), 0)))
 	})
 	if err != nil {
 		return nil, fmt.Errorf("start flow at %s: %w", to.name, err)

@@ -31,19 +31,17 @@ type Host struct {
 	pods    []*Pod
 }
 
-// newHost also returns the host with an error, so that Close can remove what exists, unless its
-// namespace could not be created.
-func (l *Lab) newHost(ctx context.Context, number int) (*Host, error) {
-	n, err := newNamespace(fmt.Sprintf("host%d", number), enterHostNamespaces)
+func (h *Host) install(ctx context.Context) error {
+	n, err := newNamespace(fmt.Sprintf("host%d", h.number), enterHostNamespaces)
 	if err != nil {
-		return nil, err
+		return err
 	}
 
-	h := &Host{Namespace: n, lab: l, number: number, segment: (number - 1) % l.cfg.Segments}
+	h.Namespace = n
 	if err := h.boot(ctx); err != nil {
-		return h, err
+		return err
 	}
-	return h, l.attach(ctx, h)
+	return h.lab.attach(ctx, h)
 }
 
 // Reinstall replaces the host by a new one with the same addresses, which has no daemon, pod or file. Nothing else may
@@ -73,16 +71,7 @@ func (h *Host) Reinstall(ctx context.Context) error {
 		return fmt.Errorf("remove the port of %s: %w", h.Name(), err)
 	}
 
-	n, err := newNamespace(h.Name(), enterHostNamespaces)
-	if err != nil {
-		return err
-	}
-
-	h.Namespace = n
-	if err := h.boot(ctx); err != nil {
-		return err
-	}
-	return h.lab.attach(ctx, h)
+	return h.install(ctx)
 }
 
 var podPort = regexp.MustCompile(`^pod\d+$`)

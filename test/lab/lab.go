@@ -10,6 +10,7 @@
 package lab
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -60,17 +61,11 @@ type Config struct {
 }
 
 func (c *Config) setDefaults() {
-	if c.Hosts == 0 {
-		c.Hosts = 3
-	}
-	if c.Segments == 0 {
-		c.Segments = 1
-	}
+	c.Hosts = cmp.Or(c.Hosts, 3)
+	c.Segments = cmp.Or(c.Segments, 1)
+	c.MTU = cmp.Or(c.MTU, 1500)
 	if len(c.Families) == 0 {
 		c.Families = []prefix.Family{prefix.IPv4}
-	}
-	if c.MTU == 0 {
-		c.MTU = 1500
 	}
 	if c.Progress == nil {
 		c.Progress = func(string) {}
@@ -146,8 +141,9 @@ func (l *Lab) build(ctx context.Context) (err error) {
 	}
 
 	for i := 1; i <= l.cfg.Hosts; i++ {
-		h, err := l.newHost(ctx, i)
-		if h != nil {
+		h := &Host{lab: l, number: i, segment: (i - 1) % l.cfg.Segments}
+		err := h.install(ctx)
+		if h.Namespace != nil { // for Close
 			l.hosts = append(l.hosts, h)
 		}
 		if err != nil {

@@ -5,6 +5,7 @@ package lab_test
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"net/netip"
 	"os"
@@ -16,6 +17,7 @@ import (
 	"github.com/vishvananda/netlink"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/subnetfile"
 	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/test/lab"
 )
@@ -131,7 +133,7 @@ func TestKernelHostsHavePrivateFiles(t *testing.T) {
 func TestKernelNsenter(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{Disabled: true}})
 	h := l.Host(1)
-	writeSubnetEnv(t, h, "FLANNEL_SUBNET=10.5.1.1/24\nFLANNEL_MTU=1400\n")
+	writeSubnetFile(t, h, 1400, podSubnet(prefix.IPv4, 0))
 	pod, err := h.AddPod(t.Context(), "")
 	if err != nil {
 		t.Fatal(err)
@@ -188,16 +190,14 @@ func TestConfigIsRefused(t *testing.T) {
 func addStaticNetwork(t *testing.T, l *lab.Lab, mtu int) {
 	t.Helper()
 	for i, h := range l.Hosts() {
-		text := fmt.Sprintf("FLANNEL_SUBNET=%s\nFLANNEL_IPV6_SUBNET=%s\nFLANNEL_MTU=%d\nFLANNEL_IPMASQ=false\n",
-			podSubnet(prefix.IPv4, i), podSubnet(prefix.IPv6, i), mtu)
-		writeSubnetEnv(t, h, text)
+		writeSubnetFile(t, h, mtu, podSubnet(prefix.IPv4, i), podSubnet(prefix.IPv6, i))
 		err := h.Netlink(t.Context(), func(nl *netlink.Handle) error {
 			for j, peer := range l.Hosts() {
 				for _, f := range dual {
 					if i == j {
 						continue
 					}
-					n, err := netlink.ParseIPNet(podSubnet(f, j).Masked().String())
+					n, err := netlink.ParseIPNet(podSubnet(f, j).String())
 					if err != nil {
 						return err
 					}
@@ -217,21 +217,22 @@ func addStaticNetwork(t *testing.T, l *lab.Lab, mtu int) {
 	}
 }
 
-func writeSubnetEnv(t *testing.T, h *lab.Host, text string) {
+func writeSubnetFile(t *testing.T, h *lab.Host, mtu int, subnets ...netip.Prefix) {
 	t.Helper()
-	if err := os.MkdirAll(h.Path("/run/flannel"), 0o755); err != nil {
-		t.Fatal(err)
+	file := subnetfile.File{MTU: mtu}
+	for _, s := range subnets {
+		file.Entries = append(file.Entries, subnetfile.Entry{Network: lab.PodNetwork(prefix.FamilyOf(s.Addr())), Subnet: s})
 	}
-	if err := os.WriteFile(h.Path(lab.SubnetFile), []byte(text), 0o644); err != nil {
+	if err := subnetfile.Write(h.Path(lab.SubnetFile), file); err != nil {
 		t.Fatal(err)
 	}
 }
 
 func podSubnet(f prefix.Family, host int) netip.Prefix {
 	if f == prefix.IPv4 {
-		return netip.MustParsePrefix(fmt.Sprintf("10.5.%d.1/24", host+1))
+		return netip.MustParsePrefix(fmt.Sprintf("10.5.%d.0/24", host+1))
 	}
-	return netip.MustParsePrefix(fmt.Sprintf("fd00:5:0:%d::1/64", host+1))
+	return netip.MustParsePrefix(fmt.Sprintf("fd00:5:0:%d::/64", host+1))
 }
 
 func TestKernelPods(t *testing.T) {
@@ -284,7 +285,7 @@ func TestKernelPods(t *testing.T) {
 func TestKernelBridgeKeepsItsMAC(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{Disabled: true}})
 	h := l.Host(1)
-	writeSubnetEnv(t, h, fmt.Sprintf("FLANNEL_SUBNET=%s\nFLANNEL_MTU=1500\n", podSubnet(prefix.IPv4, 0)))
+	writeSubnetFile(t, h, 1500, podSubnet(prefix.IPv4, 0))
 	if _, err := h.AddPod(t.Context(), ""); err != nil {
 		t.Fatal(err)
 	}
@@ -312,7 +313,7 @@ func TestKernelBridgeKeepsItsMAC(t *testing.T) {
 func TestKernelMatrixWithoutAddresses(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	for i, h := range l.Hosts() {
-		writeSubnetEnv(t, h, fmt.Sprintf("FLANNEL_SUBNET=%s\nFLANNEL_MTU=1500\n", podSubnet(prefix.IPv4, i)))
+		writeSubnetFile(t, h, 1500, podSubnet(prefix.IPv4, i))
 	}
 	if err := l.AddPods(t.Context()); err != nil {
 		t.Fatal(err)
@@ -326,22 +327,16 @@ func TestKernelMatrixWithoutAddresses(t *testing.T) {
 func TestKernelAddPodNeedsSubnet(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{Disabled: true}})
 	h := l.Host(1)
-	if _, err := h.AddPod(t.Context(), ""); err == nil || !strings.Contains(err.Error(), "host1: has no /run/flannel/subnet.env yet") {
+	if _, err := h.AddPod(t.Context(), ""); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("no file: %v", err)
 	}
-	for text, want := range map[string]string{
-		"FLANNEL_MTU=1500":                              "/run/flannel/subnet.env names no subnet",
-		"FLANNEL_SUBNET=10.5.1.1\nFLANNEL_MTU=1500":     "FLANNEL_SUBNET in /run/flannel/subnet.env",
-		"FLANNEL_SUBNET=10.5.1.1/24":                    "FLANNEL_MTU in /run/flannel/subnet.env",
-		"FLANNEL_SUBNET=10.5.1.1/32\nFLANNEL_MTU=1500":  "no address left in 10.5.1.1/32",
-		"FLANNEL_SUBNET=10.5.1.1/24\nFLANNEL_MTU=99999": "FLANNEL_MTU in /run/flannel/subnet.env: want 68 to 65535, got \"99999\"",
-	} {
-		writeSubnetEnv(t, h, text)
-		if _, err := h.AddPod(t.Context(), ""); err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("%q: got %v, want %s", text, err, want)
-		}
+
+	writeSubnetFile(t, h, 1500, netip.MustParsePrefix("10.5.1.1/32"))
+	if _, err := h.AddPod(t.Context(), ""); err == nil || !strings.Contains(err.Error(), "no address left in 10.5.1.1/32") {
+		t.Errorf("a subnet with one address: %v", err)
 	}
-	writeSubnetEnv(t, h, "FLANNEL_SUBNET=10.5.1.1/24\nFLANNEL_MTU=1500")
+
+	writeSubnetFile(t, h, 1500, podSubnet(prefix.IPv4, 0))
 	if p, err := h.AddPod(t.Context(), ""); err != nil || p.Name() != "host1/pod1" || len(h.Pods()) != 1 {
 		t.Errorf("after failures: %v, %d pods", err, len(h.Pods()))
 	}

@@ -168,21 +168,22 @@ func (n *Namespace) Netlink(ctx context.Context, f func(*netlink.Handle) error) 
 
 // Dial connects from inside the namespace. address must be numeric because name
 // resolution would use the machine's files.
-func (n *Namespace) Dial(ctx context.Context, network, address string) (conn net.Conn, err error) {
-	err = n.Do(ctx, func() (err error) {
-		conn, err = new(net.Dialer).DialContext(ctx, network, address)
-		return err
-	})
-	return conn, err
+func (n *Namespace) Dial(ctx context.Context, network, address string) (net.Conn, error) {
+	return inside(ctx, n, func() (net.Conn, error) { return new(net.Dialer).DialContext(ctx, network, address) })
 }
 
 // Listen listens inside the namespace. address must be numeric, as for Dial.
-func (n *Namespace) Listen(ctx context.Context, network, address string) (l net.Listener, err error) {
+func (n *Namespace) Listen(ctx context.Context, network, address string) (net.Listener, error) {
+	return inside(ctx, n, func() (net.Listener, error) { return new(net.ListenConfig).Listen(ctx, network, address) })
+}
+
+// inside is Do for an f with a result.
+func inside[T any](ctx context.Context, n *Namespace, f func() (T, error)) (result T, err error) {
 	err = n.Do(ctx, func() (err error) {
-		l, err = new(net.ListenConfig).Listen(ctx, network, address)
+		result, err = f()
 		return err
 	})
-	return l, err
+	return result, err
 }
 
 // Exec runs a command inside the namespace. It returns its standard output and standard

@@ -14,12 +14,8 @@ import (
 
 // Ping sends one echo request from the namespace and returns the round-trip time.
 func (n *Namespace) Ping(ctx context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
-	o.Listen = func(ctx context.Context, lc *net.ListenConfig, network, address string) (conn net.PacketConn, err error) {
-		err = n.Do(ctx, func() (err error) {
-			conn, err = lc.ListenPacket(ctx, network, address)
-			return err
-		})
-		return conn, err
+	o.Listen = func(ctx context.Context, lc *net.ListenConfig, network, address string) (net.PacketConn, error) {
+		return inside(ctx, n, func() (net.PacketConn, error) { return lc.ListenPacket(ctx, network, address) })
 	}
 	rtt, err := ping.Ping(ctx, dst, o)
 	if err != nil {

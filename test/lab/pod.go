@@ -9,14 +9,12 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
-	"os"
-	"strconv"
-	"strings"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/subnetfile"
 )
 
 // SubnetFile is the path at which a host's daemon writes its subnet by default.
@@ -90,11 +88,7 @@ func (h *Host) AddPods(ctx context.Context) error {
 }
 
 func (h *Host) addPod(ctx context.Context, name, network, file, bridge string) (*Pod, error) {
-	text, err := os.ReadFile(h.Path(file))
-	if err != nil {
-		return nil, fmt.Errorf("%s: has no %s yet: %w", h.Name(), file, err)
-	}
-	env, err := parseSubnetEnv(string(text), file)
+	env, err := subnetfile.Load(h.Path(file))
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", h.Name(), err)
 	}
@@ -111,9 +105,8 @@ func (h *Host) addPod(ctx context.Context, name, network, file, bridge string) (
 		return nil, err
 	}
 
-	env.bridge = bridge
-	p := &Pod{Namespace: n, host: h, network: network, mtu: env.mtu}
-	if err := p.connect(ctx, env, number); err != nil {
+	p := &Pod{Namespace: n, host: h, network: network, mtu: env.MTU}
+	if err := p.connect(ctx, env, bridge, number); err != nil {
 		n.close()
 		return nil, fmt.Errorf("connect %s: %w", p.Name(), err)
 	}
@@ -166,30 +159,31 @@ func (p *Pod) Adopt(ctx context.Context) error {
 	})
 }
 
-func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
+func (p *Pod) connect(ctx context.Context, env subnetfile.File, bridge string, number int) error {
 	var assigned []assignment
-	for _, bridge := range env.bridges {
-		addr := bridge.Addr()
+	for _, e := range env.Entries {
+		gateway := e.Subnet.Addr().Next() // as in the subnet file
+		addr := gateway
 		for range number {
 			addr = addr.Next()
 		}
-		if !bridge.Contains(addr) {
-			return fmt.Errorf("no address left in %s for pod %d", bridge.Masked(), number)
+		if !e.Subnet.Contains(addr) {
+			return fmt.Errorf("no address left in %s for pod %d", e.Subnet, number)
 		}
-		assigned = append(assigned, assignment{own: netip.PrefixFrom(addr, bridge.Bits()), gateway: bridge.Addr()})
+		assigned = append(assigned, assignment{own: netip.PrefixFrom(addr, e.Subnet.Bits()), gateway: gateway})
 		p.addrs = append(p.addrs, addr)
 	}
 
 	port := &netlink.Veth{
-		LinkAttrs:     attrs(fmt.Sprintf("pod%d", number), env.mtu),
+		LinkAttrs:     attrs(fmt.Sprintf("pod%d", number), env.MTU),
 		PeerName:      "eth0",
 		PeerNamespace: netlink.NsFd(p.net.Fd()),
 	}
 	err := p.host.Netlink(ctx, func(h *netlink.Handle) error {
-		if err := ensureBridge(h, env); err != nil {
+		if err := ensureBridge(h, bridge, env.MTU, assigned); err != nil {
 			return err
 		}
-		return plug(h, port, env.bridge)
+		return plug(h, port, bridge)
 	})
 	if err != nil {
 		return err
@@ -205,7 +199,7 @@ func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
 	if err != nil {
 		return err
 	}
-	return plugged(ctx, p.host.Namespace, port.Name, env.bridge, p.Namespace)
+	return plugged(ctx, p.host.Namespace, port.Name, bridge, p.Namespace)
 }
 
 // randomMAC belongs to no manufacturer.
@@ -215,64 +209,27 @@ func randomMAC() net.HardwareAddr {
 	return b
 }
 
-func ensureBridge(h *netlink.Handle, env subnetEnv) error {
-	br, err := h.LinkByName(env.bridge)
+func ensureBridge(h *netlink.Handle, name string, mtu int, assigned []assignment) error {
+	br, err := h.LinkByName(name)
 	if err != nil {
-		br = &netlink.Bridge{LinkAttrs: attrs(env.bridge, env.mtu)}
+		br = &netlink.Bridge{LinkAttrs: attrs(name, mtu)}
 
 		// Without an address of its own, the bridge has the lowest MAC address of its ports.
 		// This address can change when a pod is added, and pods send to the former address for
 		// up to a minute.
 		br.Attrs().HardwareAddr = randomMAC()
 		if err := h.LinkAdd(br); err != nil {
-			return fmt.Errorf("add bridge %s: %w", env.bridge, err)
+			return fmt.Errorf("add bridge %s: %w", name, err)
 		}
 	}
-	if err := h.LinkSetMTU(br, env.mtu); err != nil {
-		return fmt.Errorf("set MTU of %s: %w", env.bridge, err)
+	if err := h.LinkSetMTU(br, mtu); err != nil {
+		return fmt.Errorf("set MTU of %s: %w", name, err)
 	}
 
-	for _, a := range env.bridges {
-		if err := addAddr(h, br, a); err != nil {
+	for _, a := range assigned {
+		if err := addAddr(h, br, netip.PrefixFrom(a.gateway, a.own.Bits())); err != nil {
 			return err
 		}
 	}
 	return setUp(h, br)
-}
-
-// subnetEnv is the part of the subnet file that pods use, and the name of their bridge.
-type subnetEnv struct {
-	bridges []netip.Prefix // addresses of the bridge, IPv4 first
-	mtu     int
-	bridge  string // name of the bridge, which is not from the file
-}
-
-func parseSubnetEnv(text, file string) (env subnetEnv, err error) {
-	values := map[string]string{}
-	for line := range strings.Lines(text) {
-		key, value, _ := strings.Cut(strings.TrimSpace(line), "=")
-		values[key] = value
-	}
-
-	for _, key := range []string{"FLANNEL_SUBNET", "FLANNEL_IPV6_SUBNET"} {
-		value, ok := values[key]
-		if !ok {
-			continue
-		}
-		p, err := netip.ParsePrefix(value)
-		if err != nil {
-			return env, fmt.Errorf("%s in %s: %w", key, file, err)
-		}
-		env.bridges = append(env.bridges, p)
-	}
-	if len(env.bridges) == 0 {
-		return env, fmt.Errorf("%s names no subnet", file)
-	}
-
-	const minMTU = 68 // the least MTU of a link with IPv4
-	env.mtu, err = strconv.Atoi(values["FLANNEL_MTU"])
-	if err != nil || env.mtu < minMTU || env.mtu > maxMTU {
-		return env, fmt.Errorf("FLANNEL_MTU in %s: want %d to %d, got %q", file, minMTU, maxMTU, values["FLANNEL_MTU"])
-	}
-	return env, nil
 }

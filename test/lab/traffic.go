@@ -95,14 +95,12 @@ func (p *Pod) Connect(ctx context.Context, to *Pod, f prefix.Family) (seen netip
 // second. It waits up to five seconds for the first data even if d is shorter: on a busy machine,
 // or after a lost packet, they may arrive late.
 func (p *Pod) Throughput(ctx context.Context, to *Pod, f prefix.Family, d time.Duration) (bps float64, err error) {
-	bps, err = p.throughput(ctx, to, f, d)
-	if err != nil {
-		return 0, fmt.Errorf("measure throughput of %s to %s: %w", p.name, to.name, err)
-	}
-	return bps, nil
-}
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("measure throughput of %s to %s: %w", p.name, to.name, err)
+		}
+	}()
 
-func (p *Pod) throughput(ctx context.Context, to *Pod, f prefix.Family, d time.Duration) (float64, error) {
 	const patience = 5 * time.Second // time to wait for the first data
 
 	c, err := p.connectTo(ctx, to, f)

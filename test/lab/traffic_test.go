@@ -73,7 +73,7 @@ func TestKernelFlowCountsLoss(t *testing.T) {
 			if err := nl.LinkSetUp(link); err != nil {
 				return err
 			}
-			return nl.RouteReplace(&netlink.Route{LinkIndex: link.Attrs().Index, Gw: podSubnet(prefix.IPv4, 1).Addr().AsSlice()})
+			return nl.RouteReplace(&netlink.Route{LinkIndex: link.Attrs().Index, Gw: podSubnet(prefix.IPv4, 1).Addr().Next().AsSlice()})
 		})
 		if err != nil {
 			t.Fatal(err)
