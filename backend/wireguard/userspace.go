@@ -146,7 +146,7 @@ func (u *userspaceDevice) serve(ctx context.Context) {
 			}
 			u.clients.Go(func() {
 				defer context.AfterFunc(ctx, func() { _ = c.Close() })()
-				u.dev.IpcHandle(c)
+				u.dev.IpcHandle(c) // until the client or ctx closes c
 			})
 		}
 	})

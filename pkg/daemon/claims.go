@@ -45,8 +45,10 @@ func claimsOf(cfg subnet.Config, be backend.Backend) claims {
 	return c
 }
 
+// beyond returns what c claims and none of the others does.
 func (c claims) beyond(others []claims) claims {
 	rest := claims{slices.Clone(c.devices), slices.Clone(c.ports), slices.Clone(c.networks), slices.Clone(c.files)}
+
 	for _, o := range others {
 		rest.devices = slices.DeleteFunc(rest.devices, func(d string) bool { return slices.Contains(o.devices, d) })
 		rest.ports = slices.DeleteFunc(rest.ports, func(p port) bool { return slices.Contains(o.ports, p) })

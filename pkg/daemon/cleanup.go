@@ -143,7 +143,8 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 
 	told := map[string]bool{} // several configurations may own an object
 	for _, of := range c.owned(all) {
-		ops, err := dataplane.PlanRetire(ctx, kernel, of.Scope, dataplane.Scope{})
+		nothing := dataplane.Scope{} // no daemon goes on to use the objects
+		ops, err := dataplane.PlanRetire(ctx, kernel, of.Scope, nothing)
 		errs = append(errs, err)
 		for _, op := range ops {
 			if text := fmt.Sprint(op.Object); !told[text] {
@@ -152,9 +153,10 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 			}
 		}
 		if c.Yes {
-			_, err = dataplane.Retire(ctx, kernel, of.Scope, dataplane.Scope{})
+			_, err = dataplane.Retire(ctx, kernel, of.Scope, nothing)
 			errs = append(errs, err)
 		}
+
 		errs = append(errs, c.leftovers(ctx, done.Beyond(of)))
 		done.Leftovers = append(done.Leftovers, of.Leftovers...)
 	}

@@ -322,15 +322,16 @@ func (m *member) serve(ctx context.Context, t task) error {
 		case <-m.wake:
 		}
 
-		switch now := m.next(); {
-		case now.retire:
+		now := m.next()
+		if now.retire {
 			stop()
 			err = <-done
 			m.closed(n)
 			return err
-		case now.refused != nil:
+		}
+		if now.refused != nil {
 			n.Refuse(now.refused)
-		case now.admitted && now.generation != t.generation:
+		} else if now.admitted && now.generation != t.generation { // another configuration
 			t = now
 			n.Configure(ctx, now.text)
 		}

@@ -61,7 +61,9 @@ func (p *planner) links() {
 	for _, name := range slices.Sorted(maps.Keys(p.want.Links)) {
 		w := p.want.Links[name]
 		h, ok := p.have.Links[name]
-		if w.TxChecksum == OffloadAuto { // any setting is right; have contains the kernel's setting if Scope.TxChecksum is set
+
+		// Any setting is right then. have contains the kernel's if Scope.TxChecksum is set.
+		if w.TxChecksum == OffloadAuto {
 			h.TxChecksum = OffloadAuto
 		}
 

@@ -226,7 +226,8 @@ func (k *Kernel) readNeighs(ctx context.Context, dev device, s dataplane.Scope, 
 
 func (k *Kernel) readFDB(ctx context.Context, dev device, _ dataplane.Scope, state dataplane.State) error {
 	var found []dataplane.FDB
-	err := k.dumpNeighs(ctx, unix.AF_BRIDGE, dev, func() { found = nil }, func(n neighbour) {
+	reset := func() { found = nil } // a dump that a change interrupts begins again
+	err := k.dumpNeighs(ctx, unix.AF_BRIDGE, dev, reset, func(n neighbour) {
 		if n.mac.IsUnicast() {
 			found = append(found, dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev.name, MAC: n.mac}, Dst: n.dst, Override: n.override})
 		}

@@ -99,13 +99,15 @@ func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 		r, comment, ok := parse(h.spec)
 		if ok && t.Legacy(c, r, comment == p.comment) {
 			p.add("-D %s %s", p.parent, h.spec)
-		} else if p.jumpsHere(h) {
-			jumps++
-			at = len(rest)
-			right = h.spec == p.jump() && h.always
-		} else {
-			rest = append(rest, h)
+			continue
 		}
+		if !p.jumpsHere(h) {
+			rest = append(rest, h)
+			continue
+		}
+		jumps++
+		at = len(rest)
+		right = h.spec == p.jump() && h.always
 	}
 
 	lo, hi := p.room(rest)
