@@ -84,6 +84,33 @@ func TestConfigWatchHiddenValue(t *testing.T) {
 	}
 }
 
+// TestConfigWatchForgetsRefusals expects a refusal to concern only the configuration that the store has.
+func TestConfigWatchForgetsRefusals(t *testing.T) {
+	w := newConfigWatch(true, func(text []byte) (subnet.Config, error) { return subnet.ParseConfig(text) }, nil)
+	used, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.use(used)
+	w.apply(t.Context(), []byte(`{"Network":"10.6.0.0/16"}`))
+	first, _ := w.next()
+	w.apply(t.Context(), []byte(`{"Network":"10.7.0.0/16"}`))
+	w.refuse(t.Context(), *first, subnet.ErrNoSubnets)
+	if got := w.refusal(); got != "" {
+		t.Errorf("a refusal that comes late: %q", got)
+	}
+
+	second, _ := w.next()
+	w.refuse(t.Context(), *second, subnet.ErrNoSubnets)
+	if w.refusal() == "" {
+		t.Error("no refusal")
+	}
+	w.apply(t.Context(), nil)
+	if got := w.refusal(); got != "" {
+		t.Errorf("a refusal of a configuration that is deleted: %q", got)
+	}
+}
+
 // TestConfigWatchHasGivenUp replaces a configuration that did not start by texts that no network can use. The
 // steps toward it must not be tried again, because each attempt disturbs the traffic.
 func TestConfigWatchHasGivenUp(t *testing.T) {
