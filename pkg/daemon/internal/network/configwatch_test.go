@@ -86,7 +86,7 @@ func TestConfigWatchHiddenValue(t *testing.T) {
 
 // TestConfigWatchForgetsRefusals expects a refusal to concern only the configuration that the store has.
 func TestConfigWatchForgetsRefusals(t *testing.T) {
-	w := newConfigWatch(true, func(text []byte) (subnet.Config, error) { return subnet.ParseConfig(text) }, nil)
+	w := newConfigWatch(true, subnet.ParseConfig, nil)
 	used, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
 	if err != nil {
 		t.Fatal(err)
@@ -114,7 +114,6 @@ func TestConfigWatchForgetsRefusals(t *testing.T) {
 // TestConfigWatchHasGivenUp replaces a configuration that did not start by texts that no network can use. The
 // steps toward it must not be tried again, because each attempt disturbs the traffic.
 func TestConfigWatchHasGivenUp(t *testing.T) {
-	parse := subnet.ParseConfig
 	for name, unusable := range map[string]func(w *configWatch){
 		"it is deleted":     func(w *configWatch) { w.apply(t.Context(), nil) },
 		"it is damaged":     func(w *configWatch) { w.apply(t.Context(), []byte("{")) },
@@ -122,8 +121,8 @@ func TestConfigWatchHasGivenUp(t *testing.T) {
 		"one after another": func(w *configWatch) { w.apply(t.Context(), []byte("{")); w.apply(t.Context(), nil) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newConfigWatch(true, parse, nil)
-			used, err := parse([]byte(`{"Network":"10.5.0.0/16"}`))
+			w := newConfigWatch(true, subnet.ParseConfig, nil)
+			used, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
 			if err != nil {
 				t.Fatal(err)
 			}
