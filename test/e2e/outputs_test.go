@@ -62,7 +62,7 @@ var varying = []struct {
 	by      string
 }{
 	{regexp.MustCompile(`^[IWE]\d{4} [\d:.]+ +\d+ \w+\.go:\d+\]`), "LOG"}, // TestLogLines of Documentation checks the file
-	{regexp.MustCompile(`^host\d+ +(\S+/\d+ )`), "$1"}, // before the route to the lowest subnet
+	{regexp.MustCompile(`^host\d+ +(\S+/\d+ )`), "$1"},                    // before the route to the lowest subnet
 	{version, "VERSION"},
 	{regexp.MustCompile(`([0-9a-f]{2}:){5}[0-9a-f]{2}`), "MAC"},
 	{regexp.MustCompile(`\b10\.([56])\.\d+\.`), "10.$1.N."},
