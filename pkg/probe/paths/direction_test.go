@@ -183,10 +183,9 @@ func TestDirectionAfterARestart(t *testing.T) {
 // TestDirectionWithoutABridge expects a host without the address that its peer probes to send no notes.
 func TestDirectionWithoutABridge(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		w := &pairOfHosts{bridge: [2]bool{true, false}}
+		w := &pairOfHosts{bridge: [2]bool{true, false}, cut: [2]bool{true, false}}
 		defer w.start(t, 0)()
 		defer w.start(t, 1)()
-		w.cut = [2]bool{true, false}
 		time.Sleep(10 * time.Minute)
 		if r := w.probers[0].Outcome(1).Worst[0]; r.OK || r.OneWay {
 			t.Errorf("%+v, want a broken path of which no direction is known", r)
