@@ -14,7 +14,7 @@ func Largest(passes, tooBig, first int, try func(size int) (ok, more bool)) int 
 		ok, more := try(size)
 		if ok {
 			passes = size
-		} else if more {
+		} else {
 			tooBig = size
 		}
 		if !more {

@@ -25,6 +25,7 @@ func TestNoteOfARequest(t *testing.T) {
 		{"just enough room", icmpHeader + noteSize, Note{v4, 0}, Note{v4, 0}},
 		{"an odd size", icmpHeader + noteSize + 1, Note{v4, 0}, Note{v4, 0}},
 		{"too little room", icmpHeader + noteSize - 1, Note{v4, time.Second}, Note{}},
+		{"no room", icmpHeader, Note{v4, time.Second}, Note{}},
 		{"no note", 64, Note{Silence: time.Second}, Note{}},
 		{"part of a millisecond", 64, Note{v4, 1999 * time.Microsecond}, Note{v4, time.Millisecond}},
 		{"longer than the field", 64, Note{v4, 1000 * time.Hour * 24}, Note{v4, math.MaxUint32 * time.Millisecond}},
