@@ -179,6 +179,7 @@ func TestKernelGather(t *testing.T) {
 	k.addAddr("d1", "fd01::2/64", unix.IFA_F_NODAD)
 	k.addAddr("d2", "10.2.0.2/24", 0)
 	k.addAddr("d2", "10.2.9.9/32", 0)
+	k.addAddr("d2", "10.2.6.0/31", 0)
 	k.addAddr("d2", "fd02::9/128", unix.IFA_F_NODAD)
 	withPeer := address("10.2.8.8/32")
 	withPeer.Peer = mask("10.2.8.1/32")
@@ -186,7 +187,7 @@ func TestKernelGather(t *testing.T) {
 	// Without a carrier, IPv6 addresses stay tentative.
 	k.addLink("d4", false)
 	k.setUp("d4")
-	k.addAddr("d4", "fd03::2/64", 0)
+	k.addAddr("d4", "fd03::2/28", 0)
 	d1, d2 := k.link("d1").Attrs().Index, k.link("d2").Attrs().Index
 
 	gw := net.ParseIP
@@ -232,12 +233,12 @@ func TestKernelGather(t *testing.T) {
 		p := netip.MustParsePrefix(s)
 		return Addr{IP: p.Addr(), Network: p.Masked(), Permanent: true}
 	}
-	secondary, tentative, withOther := perm("10.1.0.3/24"), perm("fd03::2/64"), perm("10.2.8.8/32")
+	secondary, tentative, withOther := perm("10.1.0.3/24"), perm("fd03::2/28"), perm("10.2.8.8/32")
 	secondary.Temporary, tentative.Tentative, withOther.Network = true, true, netip.MustParsePrefix("10.2.8.1/32")
 	want := map[string]Link{
 		"lo": {Name: "lo", MTU: 65536, Up: true, Running: true, Addrs: []Addr{perm("127.0.0.1/8"), perm("::1/128")}},
 		"d1": {Name: "d1", Kind: "veth", MTU: 1400, Up: true, Running: true, Addrs: []Addr{perm("10.1.0.2/24"), secondary, perm("fd01::2/64")}},
-		"d2": {Name: "d2", Kind: "veth", MTU: 1400, Up: true, Running: true, Addrs: []Addr{perm("10.2.0.2/24"), perm("10.2.9.9/32"), withOther, perm("fd02::9/128")}},
+		"d2": {Name: "d2", Kind: "veth", MTU: 1400, Up: true, Running: true, Addrs: []Addr{perm("10.2.0.2/24"), perm("10.2.9.9/32"), perm("10.2.6.0/31"), withOther, perm("fd02::9/128")}},
 		"d3": {Name: "d3", Kind: "veth", MTU: 1400},
 		"d4": {Name: "d4", Kind: "veth", MTU: 1400, Up: true, Addrs: []Addr{tentative}},
 	}

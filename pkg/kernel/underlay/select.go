@@ -31,7 +31,7 @@ func explain(f Facts, o Options) (all []Candidate, err error) {
 	s := selector{f, o}
 	chosen, err := choose(f, o)
 	for _, c := range s.candidates() {
-		c.Chosen = err == nil && c.Name == chosen.Name
+		c.Chosen = c.Name == chosen.Name
 		if c.link.Kind == "veth" && c.Never != "" && !c.Chosen { // of a pod: a host has hundreds
 			continue
 		}
@@ -144,7 +144,7 @@ func (s selector) complete(w attempt) (choice, error) {
 func (s selector) address(w found, f prefix.Family) (a Address, named bool, err error) {
 	// If this host has the public address, on any interface, peers expect packets from there.
 	a.Public = s.opts.public(f).addr
-	if a.Public.IsValid() && len(s.facts.linksWith(a.Public)) > 0 {
+	if len(s.facts.linksWith(a.Public)) > 0 {
 		a.Local = a.Public
 	} else if i := slices.IndexFunc(w.addrs, func(ip netip.Addr) bool { return prefix.FamilyOf(ip) == f }); i >= 0 {
 		a.Local = w.addrs[i]
@@ -275,7 +275,7 @@ func (s selector) byIface(value string) (found, error) {
 
 	// In dual stack one interface must have both addresses, as in flannel: otherwise a
 	// typing error would spread the families over two interfaces without a warning.
-	if p := s.opts.public(prefix.IPv6); len(s.opts.Families) > 1 && p.addr.IsValid() && len(s.facts.linksWith(p.addr)) > 0 {
+	if p := s.opts.public(prefix.IPv6); len(s.opts.Families) > 1 && len(s.facts.linksWith(p.addr)) > 0 {
 		wants = append(wants, p)
 	}
 	l, err := s.linkWithAll(wants)
@@ -301,7 +301,7 @@ func (s selector) nodeIPs() string {
 // parseAddr refuses a zone, and converts IPv4-mapped IPv6 addresses to IPv4.
 func parseAddr(text string) (netip.Addr, error) {
 	a, err := netip.ParseAddr(text)
-	if err == nil && a.Zone() != "" {
+	if a.Zone() != "" {
 		err = errors.New("has a zone")
 	}
 	return a.Unmap(), err

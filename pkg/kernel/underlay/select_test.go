@@ -132,6 +132,10 @@ func TestSelect(t *testing.T) {
 		}
 		return o
 	}
+	inUse := func(o Options, addr string) Options {
+		o.InUse.Addrs = []Address{{Local: ip(addr)}}
+		return o
+	}
 	none := func(f []prefix.Family) Options { return Options{Families: f} }
 
 	for name, tt := range map[string]struct {
@@ -190,6 +194,15 @@ func TestSelect(t *testing.T) {
 			"eth0 fd00::3 | --iface eth0", ""},
 		"name, permanent temporary before dynamic": {with(func(f *Facts) { f.Links[1].Addrs = link(2, "", "10.0.0.1 dynamic", "10.0.0.2 secondary").Addrs }), ifaces(v4, "eth0"),
 			"eth0 10.0.0.2 | --iface eth0", ""},
+		"name, v4 link-local beside a tentative v6": {with(func(f *Facts) { f.Links[1].Addrs = link(2, "", "169.254.3.1", "fd01::4 tentative").Addrs }), ifaces(v4, "eth0"),
+			"eth0 169.254.3.1 | --iface eth0", ""},
+		"name, only a tentative link-local address": {with(func(f *Facts) { f.Links[1].Addrs = link(2, "", "fe80::4 tentative").Addrs }), ifaces(v6, "eth0"), "",
+			"--iface eth0: eth0 has no usable IPv6 address"},
+		"name, the source on another link": {with(func(f *Facts) {
+			f.Links[3].Addrs = f.Links[2].Addrs
+			f.Peers = []Reach{{Link: 4, Source: ip("10.1.0.3")}}
+		}), ifaces(v4, "eth1"), "eth1 10.1.0.2 | --iface eth1", ""},
+		"loopback, peers through an unknown link": {with(func(f *Facts) { f.Peers = []Reach{{Link: 77}} }), ifaces(v4, "127.0.0.1"), "lo 127.0.0.1 | --iface 127.0.0.1", ""},
 
 		// several options for the interface
 		"iface order": {host(), ifaces(v4, "eth2", "eth1"), "eth2 10.2.0.2 | --iface eth2", ""},
@@ -223,6 +236,7 @@ func TestSelect(t *testing.T) {
 		"regex dual, half of two":        {host(), regexes(dual, `^192\.|^10\.1`), "eth0 192.168.0.2 2001:db8::4 | --iface-regex ^192\\.|^10\\.1: address 192.168.0.2", ""},
 		"regex dual lacks a family":      {host(), regexes(dual, `^10\.2`), "", "--iface-regex ^10\\.2: eth2: address fd02::2 is still tentative"},
 		"regex dual name":                {host(), regexes(dual, `1$`), "eth1 10.1.0.2 fd01::3 | --iface-regex 1$: name eth1", ""},
+		"regex dual, no match":           {host(), regexes(dual, `^x`), "", "--iface-regex ^x: no interface with an IPv4 and an IPv6 address matches"},
 		"regex bad":                      {host(), regexes(v4, `[`), "", "--iface-regex [: error parsing regexp: missing closing ]: `[`"},
 		"regex bad, then good":           {host(), regexes(v4, `[`, `eth2`), "eth2 10.2.0.2 | --iface-regex eth2: name eth2 (--iface-regex [: error parsing regexp: missing closing ]: `[`)", ""},
 		"regex order of options":         {host(), regexes(v4, `eth2`, `^192`), "eth2 10.2.0.2 | --iface-regex eth2: name eth2", ""},
@@ -242,6 +256,14 @@ func TestSelect(t *testing.T) {
 		"reach ourselves":        {reach(1, "10.1.0.3"), canReach(v4, "10.1.0.3"), "eth1 10.1.0.3 | --iface-can-reach 10.1.0.3 is assigned here", ""},
 		"reach with public NAT":  {reach(3, "10.1.0.3"), public(canReach(v4, "10.99.0.1"), "1.2.3.4"), "eth1 10.1.0.3>1.2.3.4 | --iface-can-reach 10.99.0.1", ""},
 		"reach tentative source": {reach(4, "fd02::2"), canReach(v6, "fd99::1"), "", "--iface-can-reach fd99::1: eth2: address fd02::2 is still tentative"},
+		"reach tentative source alone": {with(func(f *Facts) {
+			f.Links[3].Addrs = link(4, "", "fd02::2 tentative").Addrs
+			f.Reach = Reach{Link: 4, Source: ip("fd02::2")}
+		}), canReach(v6, "fd99::1"), "", "--iface-can-reach fd99::1: eth2: address fd02::2 is still tentative"},
+		"reach, peers elsewhere": {with(func(f *Facts) {
+			f.Peers = []Reach{{Link: 2}}
+			f.Reach = Reach{Link: 3, Source: ip("10.1.0.3")}
+		}), canReach(v4, "10.99.0.1"), "eth1 10.1.0.3 | --iface-can-reach 10.99.0.1", ""},
 
 		// default route
 		"default v4":                    {host(), none(v4), "eth0 192.168.0.2 | default route", ""},
@@ -256,12 +278,21 @@ func TestSelect(t *testing.T) {
 		"default multipath, no address": {defaults(defaultRoute(prefix.IPv4, 0, 1, 77, 2)), none(v4), "eth0 192.168.0.2 | default route", ""},
 		"default multipath, none":       {defaults(defaultRoute(prefix.IPv4, 0, 1, 77)), none(v4), "", "default route: lo has no usable IPv4 address"},
 		"default without a link":        {defaults(defaultRoute(prefix.IPv4, 0), defaultRoute(prefix.IPv4, 500, 4)), none(v4), "eth2 10.2.0.2 | default route", ""},
-		"default absent":                {defaults(), none(v4), "", "default route: no IPv4 default route in the main table"},
-		"default half":                  {defaults(defaultRoute(prefix.IPv4, 0, 2)), none(dual), "", "default route: no IPv6 default route in the main table"},
-		"default split":                 {defaults(defaultRoute(prefix.IPv4, 0, 2), defaultRoute(prefix.IPv6, 0, 3)), none(dual), "", "default route: IPv4 leaves by eth0, but IPv6 leaves by eth1: want one interface for both, name it with --iface"},
-		"default link gone":             {defaults(defaultRoute(prefix.IPv4, 0, 77)), none(v4), "", "default route: no IPv4 default route in the main table"},
-		"default no address":            {defaults(defaultRoute(prefix.IPv4, 0, 1)), none(v4), "", "default route: lo has no usable IPv4 address"},
-		"default v6 last resort":        {defaults(defaultRoute(prefix.IPv6, 0, 5)), none(v6), "net-10 fe80::5 | default route", ""},
+		"default without a link, no carrier": {with(func(f *Facts) {
+			f.Defaults = []DefaultRoute{defaultRoute(prefix.IPv4, 0), defaultRoute(prefix.IPv4, 500, 4)}
+			f.Links[3].Running = false
+		}), none(v4), "eth2 10.2.0.2 | default route", ""},
+		"peers, another address on lo": {with(func(f *Facts) {
+			f.Defaults = nil
+			f.Links[0].Addrs = link(1, "", "10.9.9.9 single").Addrs
+			f.Peers = []Reach{{Link: 2, Source: ip("192.168.0.2")}}
+		}), none(v4), "eth0 192.168.0.2 | route to other hosts", ""},
+		"default absent":         {defaults(), none(v4), "", "default route: no IPv4 default route in the main table"},
+		"default half":           {defaults(defaultRoute(prefix.IPv4, 0, 2)), none(dual), "", "default route: no IPv6 default route in the main table"},
+		"default split":          {defaults(defaultRoute(prefix.IPv4, 0, 2), defaultRoute(prefix.IPv6, 0, 3)), none(dual), "", "default route: IPv4 leaves by eth0, but IPv6 leaves by eth1: want one interface for both, name it with --iface"},
+		"default link gone":      {defaults(defaultRoute(prefix.IPv4, 0, 77)), none(v4), "", "default route: no IPv4 default route in the main table"},
+		"default no address":     {defaults(defaultRoute(prefix.IPv4, 0, 1)), none(v4), "", "default route: lo has no usable IPv4 address"},
+		"default v6 last resort": {defaults(defaultRoute(prefix.IPv6, 0, 5)), none(v6), "net-10 fe80::5 | default route", ""},
 
 		// --public-ip without an interface option
 		"public v4 here":                {host(), public(none(v4), "10.1.0.3"), "eth1 10.1.0.3 | --public-ip 10.1.0.3 is assigned here", ""},
@@ -279,15 +310,18 @@ func TestSelect(t *testing.T) {
 		"public v6 in v4 has no effect": {host(), public(none(v4), "fd01::3"), "eth0 192.168.0.2 | default route", ""},
 
 		// --public-ip with an interface option
-		"iface, public NAT":           {host(), public(ifaces(v4, "eth1"), "1.2.3.4"), "eth1 10.1.0.2>1.2.3.4 | --iface eth1", ""},
-		"iface, public on it":         {host(), public(ifaces(v4, "eth1"), "10.1.0.3"), "eth1 10.1.0.3 | --iface eth1", ""},
-		"iface, public elsewhere":     {host(), public(ifaces(v4, "eth1"), "10.2.0.4"), "eth1 10.2.0.4 | --iface eth1", ""},
-		"iface address, public NAT":   {host(), public(ifaces(v4, "10.1.0.3"), "1.2.3.4"), "eth1 10.1.0.3>1.2.3.4 | --iface 10.1.0.3", ""},
-		"iface address, public local": {host(), public(ifaces(v4, "10.1.0.3"), "10.1.0.2"), "eth1 10.1.0.2 | --iface 10.1.0.3", ""},
-		"node-ip":                     {host(), nodeIPs(dual, "10.1.0.3", "fd01::4"), "eth1 10.1.0.3 fd01::4 | --iface node-ip 10.1.0.3,fd01::4", ""},
-		"node-ip, not known":          {host(), nodeIPs(v4), "", "--iface node-ip: the InternalIP of the Node is not known"},
-		"node-ip of another host":     {host(), nodeIPs(v4, "10.99.0.1"), "", "--iface node-ip: not assigned to any interface"},
-		"iface without own address":   {with(func(f *Facts) { f.Links[2].Addrs = nil }), public(ifaces(v4, "eth1"), "1.2.3.4"), "", "--iface eth1: eth1 has no usable IPv4 address"},
+		"iface, public NAT":            {host(), public(ifaces(v4, "eth1"), "1.2.3.4"), "eth1 10.1.0.2>1.2.3.4 | --iface eth1", ""},
+		"iface, public on it":          {host(), public(ifaces(v4, "eth1"), "10.1.0.3"), "eth1 10.1.0.3 | --iface eth1", ""},
+		"iface, public elsewhere":      {host(), public(ifaces(v4, "eth1"), "10.2.0.4"), "eth1 10.2.0.4 | --iface eth1", ""},
+		"iface address, public NAT":    {host(), public(ifaces(v4, "10.1.0.3"), "1.2.3.4"), "eth1 10.1.0.3>1.2.3.4 | --iface 10.1.0.3", ""},
+		"iface address, public local":  {host(), public(ifaces(v4, "10.1.0.3"), "10.1.0.2"), "eth1 10.1.0.2 | --iface 10.1.0.3", ""},
+		"node-ip":                      {host(), nodeIPs(dual, "10.1.0.3", "fd01::4"), "eth1 10.1.0.3 fd01::4 | --iface node-ip 10.1.0.3,fd01::4", ""},
+		"node-ip, not known":           {host(), nodeIPs(v4), "", "--iface node-ip: the InternalIP of the Node is not known"},
+		"node-ip, never known":         {host(), Options{Families: v4, Ifaces: []string{NodeIP}}, "", "--iface node-ip: the InternalIP of the Node is not known"},
+		"node-ip, not known yet":       {host(), inUse(nodeIPs(v4), "10.1.0.3"), "eth1 10.1.0.3 | --iface node-ip 10.1.0.3", ""},
+		"node-ip, another than in use": {host(), inUse(nodeIPs(v4, "10.1.0.2"), "10.1.0.3"), "eth1 10.1.0.2 | --iface node-ip 10.1.0.2", ""},
+		"node-ip of another host":      {host(), nodeIPs(v4, "10.99.0.1"), "", "--iface node-ip: not assigned to any interface"},
+		"iface without own address":    {with(func(f *Facts) { f.Links[2].Addrs = nil }), public(ifaces(v4, "eth1"), "1.2.3.4"), "", "--iface eth1: eth1 has no usable IPv4 address"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c, err := choose(tt.facts, tt.opts)
@@ -531,6 +565,35 @@ func TestLastResort(t *testing.T) {
 		c, err := choose(host(), tt.opts)
 		if err != nil || (c.lastResort != "") != tt.want {
 			t.Errorf("%v: last resort is %v, error %v; want %v", tt.opts.Ifaces, c.lastResort, err, tt.want)
+		}
+	}
+}
+
+// TestHardware expects the hardware address of the interface, and if it has none, that of the first other
+// link that is no loopback or dummy, because those of dummies change with each boot.
+func TestHardware(t *testing.T) {
+	hosts := func(hardware ...string) (ls []Link) {
+		for i, kind := range []string{"dummy", "", "tun"} {
+			l := link(i+2, "", fmt.Sprintf("10.0.0.%d", i+2))
+			l.Name, l.Kind, l.Hardware = fmt.Sprint("d", i), kind, hardware[i]
+			ls = append(ls, l)
+		}
+		return append(ls, link(1, "lo"))
+	}
+	for _, tt := range []struct {
+		links       []Link
+		iface, want string
+	}{
+		{hosts("02::1", "02::2", "02::3"), "d1", "02::2"},
+		{hosts("02::1", "02::2", "02::3"), "d2", "02::3"},
+		{hosts("02::1", "02::2", "02::3"), "d0", "02::2"},
+		{hosts("02::1", "00:00", "02::3"), "d1", "02::3"},
+		{hosts("02::1", "", "02::3"), "d1", "02::3"},
+		{hosts("02::1", "", "00:00"), "d1", ""},
+	} {
+		c, err := choose(Facts{Links: tt.links}, Options{Families: v4, Ifaces: []string{tt.iface}})
+		if err != nil || c.Hardware != tt.want {
+			t.Errorf("%+v: hardware address %q, error %v, want %q", tt, c.Hardware, err, tt.want)
 		}
 	}
 }

@@ -4,6 +4,8 @@ package underlay
 
 import (
 	"encoding/json"
+	"flag"
+	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -114,9 +116,75 @@ func situations(t *testing.T, check func(t *testing.T, s situation)) {
 	}
 }
 
-// TestSituations checks the choice from the facts in the files.
+var update = flag.Bool("update", false, "write what operators are told about the situations to testdata/told.txt")
+
+// TestSituations checks the choice from the facts in the files, and what operators are told about it.
 func TestSituations(t *testing.T) {
-	situations(t, func(t *testing.T, s situation) { s.check(t, s.facts(t)) })
+	const file = "testdata/told.txt"
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	told := map[string]string{}
+	for section := range strings.SplitSeq(string(text), "\n\n") {
+		name, lines, _ := strings.Cut(section, "\n")
+		told[name] = strings.TrimSpace(lines)
+	}
+
+	var now strings.Builder
+	situations(t, func(t *testing.T, s situation) {
+		f := s.facts(t)
+		s.check(t, f)
+		lines := s.tell(f)
+		_, name, _ := strings.Cut(t.Name(), "/")
+		fmt.Fprintf(&now, "%s\n%s\n\n", name, lines)
+		if diff := cmp.Diff(told[name], strings.TrimSpace(lines)); diff != "" && !*update {
+			t.Errorf("operators are told something else; if it is right, run the test with -update (-want +got):\n%s", diff)
+		}
+	})
+	if *update {
+		if err := os.WriteFile(file, []byte(strings.TrimSpace(now.String())+"\n"), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// tell returns the choice with its reason, and all candidates with what speaks for (+) and against (-) them.
+func (s situation) tell(f Facts) string {
+	var b strings.Builder
+	c, err := choose(f, s.options())
+	fmt.Fprint(&b, "    ")
+	if err == nil {
+		fmt.Fprintf(&b, "%s, MTU %d", show(c.Interface), c.MTU)
+	} else {
+		fmt.Fprint(&b, err)
+	}
+	if c.VRF != "" {
+		fmt.Fprintf(&b, ", VRF %s", c.VRF)
+	}
+	if c.lastResort != "" {
+		fmt.Fprintf(&b, ", last resort: %s", c.lastResort)
+	}
+	fmt.Fprintln(&b)
+
+	all, _ := explain(f, s.options())
+	for _, c := range all {
+		fmt.Fprint(&b, "    ", c.Name, " ", c.Addresses)
+		if c.Chosen {
+			fmt.Fprint(&b, " chosen")
+		}
+		if c.Never != "" {
+			fmt.Fprint(&b, " never: ", c.Never)
+		}
+		if len(c.For) > 0 {
+			fmt.Fprint(&b, " + ", strings.Join(c.For, ", "))
+		}
+		if len(c.Against) > 0 {
+			fmt.Fprint(&b, " - ", strings.Join(c.Against, ", "))
+		}
+		fmt.Fprintln(&b)
+	}
+	return strings.TrimRight(b.String(), "\n")
 }
 
 func (s situation) options() Options {
