@@ -161,7 +161,7 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 		}
 	}
 
-	if s.err == nil && worse(s.choice, f.now) {
+	if worse(s.choice, f.now) {
 		s.err = fmt.Errorf("%s has no address in its place but a link-local one", s.choice.Name)
 	}
 	if s.err != nil {

@@ -30,6 +30,9 @@ func TestFollower(t *testing.T) {
 	other := onD1(1, 1500, "10.1.0.3", "fd01::2")
 	backup := other
 	backup.Name, backup.Index = "d2", 2
+	renamed := now
+	renamed.Name = "d2"
+	narrow := func(i Interface, mtu int) Interface { i.MTU = mtu; return i }
 	none := net.UnknownNetworkError("no interface")
 	type check struct {
 		after  time.Duration // since the check before
@@ -38,7 +41,9 @@ func TestFollower(t *testing.T) {
 		down   bool
 		works  bool
 		moved  bool
+		says   string // part of the log; empty for none
 	}
+	const missing, again, tooOften = "cannot be used now", "can be used again", "changed too often"
 	// There are mostMoves quick moves, and then another one is due.
 	back := check{after: stable, choice: now, works: true, moved: true}
 	forth := check{after: stable, choice: other, works: true, moved: true}
@@ -52,12 +57,15 @@ func TestFollower(t *testing.T) {
 			{choice: other}, {after: stable - 1, choice: onD1(1, 1500, "10.1.0.4", "fd01::2")}, {after: 1, choice: other}, {after: stable, choice: other, moved: true},
 		},
 		"a change that is reverted": {{choice: other}, {after: stable - 1, choice: now}, {after: time.Second, choice: other}, {after: stable, choice: other, moved: true}},
-		"no interface":              {{err: none}, {after: time.Hour, err: none}, {choice: now}},
+		"no interface":              {{err: none, says: missing}, {after: time.Hour, err: none}, {choice: now, says: again}, {choice: now}, {err: none, says: missing}},
 		"another address after no interface": {
-			{err: none}, {after: time.Second, choice: other}, {after: stable, choice: other, moved: true},
+			{err: none, says: missing}, {after: time.Second, choice: other, says: again}, {after: stable, choice: other, moved: true},
+		},
+		"no interface, and a change before and after it": {
+			{choice: other}, {after: stable - 1, err: none, says: missing}, {after: 1, choice: other, says: again}, {after: stable, choice: other, moved: true},
 		},
 		"a link-local address for a better one": {
-			{choice: onD1(1, 1500, "10.1.0.2", "fe80::2")}, {after: time.Hour, choice: onD1(1, 1500, "10.1.0.2", "fe80::2")},
+			{choice: onD1(1, 1500, "10.1.0.2", "fe80::2"), says: missing}, {after: time.Hour, choice: onD1(1, 1500, "10.1.0.2", "fe80::2")},
 		},
 		"another interface while the chosen one is down": {
 			{choice: backup, down: true}, {after: stable, choice: backup, down: true}, {after: returning, choice: now},
@@ -71,13 +79,41 @@ func TestFollower(t *testing.T) {
 			{after: returning - 1, choice: backup, down: true}, {after: 1, choice: backup, down: true, moved: true},
 		},
 		"another interface after it was down": {
-			{err: none, down: true}, {after: time.Second, choice: backup}, {after: returning - time.Second - 1, choice: backup},
+			{err: none, down: true, says: missing}, {after: time.Second, choice: backup, says: again}, {after: returning - time.Second - 1, choice: backup},
 			{after: 1, choice: backup, moved: true},
 		},
-		"another index": {{err: none, down: true}, {choice: onD1(7, 1500, "10.1.0.2", "fd01::2")},
+		"back from another interface": {
+			{choice: backup, down: true}, {after: returning, choice: backup, down: true, moved: true}, {choice: now}, {after: stable, choice: now, moved: true},
+		},
+		"back from another interface that is down": {
+			{choice: backup, down: true}, {after: returning, choice: backup, down: true, moved: true}, {choice: now, down: true},
+			{after: returning - 1, choice: now, down: true}, {after: 1, choice: now, down: true, moved: true},
+		},
+		"another index": {{err: none, down: true, says: missing}, {choice: onD1(7, 1500, "10.1.0.2", "fd01::2"), says: again},
 			{after: stable, choice: onD1(7, 1500, "10.1.0.2", "fd01::2"), moved: true}},
-		"a fourth move within a minute": append(quick, check{after: stable, choice: now, works: true},
+		"a fourth move within a minute": append(quick, check{after: stable, choice: now, works: true, says: tooOften},
 			check{after: moveWindow - 3*stable - 1, choice: now, works: true}, check{after: 1, choice: now, works: true, moved: true}),
+		"a fourth and a fifth move within a minute": {
+			{choice: other, works: true}, forth, {after: 10*time.Second - stable, choice: now, works: true}, back, {choice: other, works: true}, forth,
+			{choice: now, works: true}, {after: stable, choice: now, works: true, says: tooOften},
+			{after: moveWindow - 10*time.Second - 2*stable, choice: now, works: true, moved: true},
+			{choice: other, works: true}, {after: stable, choice: other, works: true, says: tooOften}, {after: stable, choice: other, works: true},
+		},
+		"another MTU after three moves": append(quick[:6:6], check{choice: narrow(other, 1400), works: true}, check{after: stable, choice: narrow(other, 1400), works: true, moved: true}),
+		"a move after three other MTUs": {
+			{choice: narrow(now, 1400)}, {after: stable, choice: narrow(now, 1400), moved: true}, {choice: now}, {after: stable, choice: now, moved: true},
+			{choice: narrow(now, 1400)}, {after: stable, choice: narrow(now, 1400), moved: true},
+			{choice: narrow(other, 1400), works: true}, {after: stable, choice: narrow(other, 1400), works: true, moved: true},
+		},
+		"another name": {{choice: renamed}, {after: stable, choice: renamed, moved: true}},
+		"another name after it was down": {
+			{err: none, down: true, says: missing}, {after: time.Second, choice: renamed, says: again}, {after: returning - time.Second - 1, choice: renamed},
+			{after: 1, choice: renamed, moved: true},
+		},
+		"another address after it was down": {
+			{err: none, down: true, says: missing}, {after: time.Second, choice: other, says: again}, {after: returning - time.Second - 1, choice: other},
+			{after: 1, choice: other, moved: true},
+		},
 		"a fourth move within a minute, because nothing works": append(quick, check{after: stable, choice: now, moved: true}),
 		"another MTU": {{choice: onD1(1, 1400, "10.1.0.2", "fd01::2")}, {after: stable, choice: onD1(1, 1400, "10.1.0.2", "fd01::2"), moved: true}},
 	} {
@@ -87,6 +123,7 @@ func TestFollower(t *testing.T) {
 				f := follower{now: now}
 				for i, l := range checks {
 					time.Sleep(l.after)
+					log.Reset()
 					moved, again := f.consider(ctx, observation{time.Now(), l.choice, l.err, l.down, l.works})
 					if moved != l.moved || moved && !same(f.now, l.choice) {
 						t.Errorf("check %d: moved %v to %+v, want %v", i, moved, f.now, l.moved)
@@ -94,12 +131,31 @@ func TestFollower(t *testing.T) {
 					if again <= 0 {
 						t.Errorf("check %d: again after %s", i, again)
 					}
-				}
-				if n := strings.Count(log.String(), "cannot be used now"); n > 1 {
-					t.Errorf("logged %d times that no interface is usable:\n%s", n, log)
+					if got := log.String(); !strings.Contains(got, l.says) || l.says == "" && got != "" {
+						t.Errorf("check %d: logged %q, want %q", i, got, l.says)
+					}
 				}
 			})
 		})
+	}
+}
+
+// TestWorse compares the choice on d1 with the one in use.
+func TestWorse(t *testing.T) {
+	for _, tt := range []struct {
+		choice, inUse []string
+		want          bool
+	}{
+		{[]string{"10.1.0.2", "fe80::2"}, []string{"10.1.0.2", "fd01::2"}, true},
+		{[]string{"10.1.0.2", "fe80::2"}, []string{"10.1.0.2", "fe80::1"}, false},
+		{[]string{"10.1.0.2", "fe80::2"}, []string{"10.1.0.2"}, false},
+		{[]string{"fe80::2"}, []string{"fe80::1"}, false},
+		{[]string{"169.254.0.2", "fd01::3"}, []string{"10.1.0.2", "fd01::2"}, true},
+		{[]string{"10.1.0.3"}, []string{"10.1.0.2"}, false},
+	} {
+		if got := worse(onD1(1, 1500, tt.choice...), onD1(1, 1500, tt.inUse...)); got != tt.want {
+			t.Errorf("%v instead of %v: worse is %v, want %v", tt.choice, tt.inUse, got, tt.want)
+		}
 	}
 }
 
@@ -291,19 +347,22 @@ func TestFactsCannotSend(t *testing.T) {
 	}
 	onLo := d1(func(l *Link) { l.Addrs = l.Addrs[1:] })
 	onLo.Links[0].Addrs = []Addr{{IP: ip("10.1.0.2")}}
+	const less = " fits the options or the routes to other hosts less"
 	for name, tt := range map[string]struct {
 		facts Facts
 		want  string // expected error; empty for none
+		keeps string // the address that the next choice keeps
+		left  string // why the others are left
 	}{
-		"no problem":            {d1(func(*Link) {}), ""},
-		"a deprecated address":  {d1(func(l *Link) { l.Addrs[0].Deprecated = true }), ""},
-		"an address on another": {onLo, ""},
-		"no IPv4 address":       {d1(func(l *Link) { l.Addrs = l.Addrs[1:] }), "d1 cannot send from its address 10.1.0.2"},
-		"no IPv6 address":       {d1(func(l *Link) { l.Addrs = l.Addrs[:1] }), "d1 cannot send from its address fd01::2"},
-		"a tentative address":   {d1(func(l *Link) { l.Addrs[1].Tentative = true }), "d1 cannot send from its address fd01::2"},
-		"no carrier":            {d1(func(l *Link) { l.Running = false }), "d1 is not there, down, or without a carrier"},
-		"down":                  {d1(func(l *Link) { l.Up = false }), "d1 is not there, down, or without a carrier"},
-		"gone":                  {Facts{Links: d1(func(*Link) {}).Links[:1]}, "d1 is not there, down, or without a carrier"},
+		"no problem":            {d1(func(*Link) {}), "", "fd01::2", "d1 with 10.1.0.2" + less},
+		"a deprecated address":  {d1(func(l *Link) { l.Addrs[0].Deprecated = true }), "", "fd01::2", "10.1.0.2 is deprecated or not usable"},
+		"an address on another": {onLo, "", "fd01::2", "lo with 10.1.0.2" + less},
+		"no IPv4 address":       {d1(func(l *Link) { l.Addrs = l.Addrs[1:] }), "d1 cannot send from its address 10.1.0.2", "fd01::2", "10.1.0.2 is gone"},
+		"no IPv6 address":       {d1(func(l *Link) { l.Addrs = l.Addrs[:1] }), "d1 cannot send from its address fd01::2", "10.1.0.2", "fd01::2 is gone"},
+		"a tentative address":   {d1(func(l *Link) { l.Addrs[1].Tentative = true }), "d1 cannot send from its address fd01::2", "10.1.0.2", "fd01::2 is deprecated or not usable"},
+		"no carrier":            {d1(func(l *Link) { l.Running = false }), "d1 is not there, down, or without a carrier", "10.1.0.2", "d1 is not there, down, or without a carrier"},
+		"down":                  {d1(func(l *Link) { l.Up = false }), "d1 is not there, down, or without a carrier", "10.1.0.2", "d1 is not there, down, or without a carrier"},
+		"gone":                  {Facts{Links: d1(func(*Link) {}).Links[:1]}, "d1 is not there, down, or without a carrier", "10.1.0.2", "d1 is not there, down, or without a carrier"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := ""
@@ -312,6 +371,12 @@ func TestFactsCannotSend(t *testing.T) {
 			}
 			if got != tt.want {
 				t.Errorf("%q, want %q", got, tt.want)
+			}
+			if left := tt.facts.whyLeft(now, onD1(1, 1500, tt.keeps)); left != "; "+tt.left {
+				t.Errorf("left because of %q, want %q", left, tt.left)
+			}
+			if left := tt.facts.whyLeft(now, now); left != "" {
+				t.Errorf("left because of %q, but it is not left", left)
 			}
 		})
 	}
