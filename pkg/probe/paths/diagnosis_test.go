@@ -4,8 +4,11 @@ package paths
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
+	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -34,9 +37,79 @@ func TestInterruptedDiagnosis(t *testing.T) {
 				knock: func(context.Context, netip.Addr) error { return send() },
 			}
 			v := s.diagnose(ctx, path(1), Network{MTU: 1450, Devices: true})
-			if v.OK || v.Broken != Unknown || v.Largest != 0 {
-				t.Errorf("%+v, want an unknown part", v)
+			if v.OK || v.Broken != Unknown || v.Largest != 0 || !strings.HasPrefix(v.Advice, "the check was interrupted") {
+				t.Errorf("%+v, want an unknown part of an interrupted check", v)
 			}
 		})
+	}
+}
+
+// TestDiagnosis tells from the packets that pass which part of a path is broken.
+func TestDiagnosis(t *testing.T) {
+	silence := errors.New("no answer")
+	to := path(1)
+	devices := Network{BackendType: "vxlan", MTU: 1450, Devices: true, Ports: []int{8472}}
+	narrow, wide := devices, devices
+	narrow.PathMTU = func(netip.Prefix) int { return 1300 }
+	wide.PathMTU = func(netip.Prefix) int { return 9000 }
+	type passes struct {
+		host  bool  // pings to the host
+		most  int   // size of the largest ping in the network
+		tcp   error // of a TCP connection in the network
+		first bool  // the first packet to an address is answered
+	}
+	for _, tt := range []struct {
+		name    string
+		network Network
+		passes  passes
+		broken  Part // empty if the path works
+		largest int
+		advice  string // part of it
+	}{
+		{"all", devices, passes{true, 1450, syscall.ECONNREFUSED, true}, "", 0, ""},
+		{"all, and a TCP connection opens", devices, passes{true, 1450, nil, true}, "", 0, ""},
+		{"all but the first packets", devices, passes{true, 1450, syscall.ECONNREFUSED, false}, "", 0, ""},
+		{"all but pings to the host", devices, passes{false, 1450, syscall.ECONNREFUSED, true}, "", 0, ""},
+		{"nothing", devices, passes{false, 0, silence, true}, Underlay, 0, "192.168.0.1 does not answer either"},
+		{"nothing, without devices", Network{MTU: 1500}, passes{false, 0, silence, true}, Underlay, 0, "192.168.0.1 does not answer either"},
+		{"only pings to the host", devices, passes{true, 0, silence, true}, Tunnel, 0, "a firewall drops the packets of the backend (vxlan: UDP 8472)"},
+		{"only pings to the host, without devices", Network{MTU: 1500}, passes{true, 0, silence, true}, Unknown, 0, "the host answers, 10.0.1.1 does not"},
+		{"a router answers TCP", devices, passes{true, 0, syscall.EHOSTUNREACH, true}, Tunnel, 0, "its end of the network does not"},
+		{"TCP but no pings", devices, passes{true, 0, syscall.ECONNREFUSED, true}, "", 0, "10.0.1.0 answers TCP but no pings"},
+		{"small packets", devices, passes{true, 1300, syscall.ECONNREFUSED, true}, MTU, 1300, "packets of up to 1300 bytes pass, those of 1450 bytes do not"},
+		{"small packets, on a path known for it", narrow, passes{true, 1300, syscall.ECONNREFUSED, true}, "", 0, ""},
+		{"less than the path is known for", wide, passes{true, 1300, syscall.ECONNREFUSED, true}, MTU, 1300, "those of 1450 bytes do not"},
+		{"pings but no TCP", devices, passes{true, 1450, silence, true}, Checksum, 0, "pings pass, TCP does not"},
+		{"pings, and a firewall refuses TCP", devices, passes{true, 1450, syscall.EACCES, true}, "", 0, ""},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			tried := map[netip.Addr]bool{}
+			s := sender{
+				ping: func(_ context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
+					again := tried[dst]
+					tried[dst] = true
+					if dst == to.PublicIP && !tt.passes.host || dst != to.PublicIP && o.Size > tt.passes.most || !again && !tt.passes.first {
+						return 0, silence
+					}
+					return time.Millisecond, nil
+				},
+				knock: func(context.Context, netip.Addr) error { return tt.passes.tcp },
+			}
+			v := s.diagnose(t.Context(), to, tt.network)
+			if v.Path != to || v.OK != (tt.broken == "") || v.Broken != tt.broken || v.Largest != tt.largest || !strings.Contains(v.Advice, tt.advice) || tt.advice == "" && v.Advice != "" {
+				t.Errorf("%+v, want broken part %q, largest packet %d, advice with %q", v, tt.broken, tt.largest, tt.advice)
+			}
+			if answered := tt.passes.most > 0; (v.RTT > 0) != answered {
+				t.Errorf("round trip %s, although it is %v that a ping was answered", v.RTT, answered)
+			}
+		})
+	}
+}
+
+func TestLocal(t *testing.T) {
+	for addr, want := range map[string]bool{"127.0.0.1": true, "192.0.2.1": false} {
+		if got := isLocal(netip.MustParseAddr(addr)); got != want {
+			t.Errorf("%s is local: %v, want %v", addr, got, want)
+		}
 	}
 }

@@ -217,31 +217,77 @@ func TestForgedNotes(t *testing.T) {
 		from, sender netip.Addr
 		broken       Part // empty if the path works
 		after        time.Duration
+		own          string // subnet of this host
 		want         bool
 	}{
-		{"from the peer", peer, own, Tunnel, time.Hour, true},
-		{"from an address in the peer's subnet", own.Next().Next(), own, Tunnel, time.Hour, true},
-		{"a moment after the request", peer, own, Tunnel, time.Second, false},
-		{"of an unknown subnet", peer, subnet(7).Addr(), Tunnel, time.Hour, false},
-		{"from a stranger", path(7).PublicIP, own, Tunnel, time.Hour, false},
-		{"without a sender", peer, netip.Addr{}, Tunnel, time.Hour, false},
-		{"on a path that works", peer, own, "", time.Hour, false},
-		{"on a path that is too narrow", peer, own, MTU, time.Hour, false},
+		{"from the peer", peer, own, Tunnel, time.Hour, "10.0.1.0/24", true},
+		{"from an address in the peer's subnet", own.Next().Next(), own, Tunnel, time.Hour, "10.0.1.0/24", true},
+		{"as soon as the request cannot be underway", peer, own, Tunnel, doubt, "10.0.1.0/24", true},
+		{"a moment after the request", peer, own, Tunnel, time.Second, "10.0.1.0/24", false},
+		{"to a host without a subnet of that family", peer, own, Tunnel, time.Hour, "fd00:0:0:1::/64", false},
+		{"of an unknown subnet", peer, subnet(7).Addr(), Tunnel, time.Hour, "10.0.1.0/24", false},
+		{"from a stranger", path(7).PublicIP, own, Tunnel, time.Hour, "10.0.1.0/24", false},
+		{"without a sender", peer, netip.Addr{}, Tunnel, time.Hour, "10.0.1.0/24", false},
+		{"on a path that works", peer, own, "", time.Hour, "10.0.1.0/24", false},
+		{"on a path that is too narrow", peer, own, MTU, time.Hour, "10.0.1.0/24", false},
+		{"on a path without TCP", peer, own, Checksum, time.Hour, "10.0.1.0/24", false},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				p := NewProber(Config{Own: []netip.Prefix{subnet(1)}, Network: Network{Devices: true}, Limit: NewLimit()})
+				p := NewProber(Config{Own: []netip.Prefix{netip.MustParsePrefix(tt.own)}, Network: Network{Devices: true}, Limit: NewLimit()})
 				p.local = func(netip.Addr) bool { return true }
 				p.refresh([]Peer{{Key: "2", Paths: []Path{path(2)}}})
 				p.begin(path(2), false)
 				p.note(path(2))
 				time.Sleep(tt.after)
+				p.note(path(2)) // the first one counts
 				p.end(t.Context(), Verdict{Path: path(2), OK: tt.broken == "", Broken: tt.broken}, time.Now())
 				p.hear(tt.from, ping.Note{Sender: tt.sender, Silence: tt.after + time.Second})
 				if r := p.Outcome(1).Worst[0]; r.OneWay != tt.want {
 					t.Errorf("%+v, want that the direction is known: %v", r, tt.want)
 				}
+				p.hear(peer, ping.Note{Sender: own})
+				if r := p.Outcome(1).Worst[0]; r.OneWay {
+					t.Errorf("%+v, and the peer receives packets again", r)
+				}
 			})
 		})
 	}
+}
+
+// TestSilence checks from when on a host says that it has received nothing.
+func TestSilence(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		bridge := false
+		p := NewProber(Config{Own: []netip.Prefix{subnet(1)}, Network: Network{Devices: true}, Limit: NewLimit()})
+		p.local = func(netip.Addr) bool { return bridge }
+		p.refresh([]Peer{{Key: "2", Paths: []Path{path(2)}}})
+		p.begin(path(2), false)
+		said := func(want ping.Note) {
+			t.Helper()
+			if n := p.note(path(2)); n != want {
+				t.Errorf("the note is %v, want %v", n, want)
+			}
+		}
+		sender := subnet(1).Addr()
+
+		time.Sleep(time.Hour)
+		said(ping.Note{}) // it could not receive
+		bridge = true
+		time.Sleep(time.Second)
+		said(ping.Note{Sender: sender, Silence: time.Second})
+		time.Sleep(time.Hour)
+		said(ping.Note{Sender: sender, Silence: time.Hour + time.Second})
+		p.passed(path(2))
+		time.Sleep(2 * time.Second)
+		said(ping.Note{Sender: sender, Silence: 2 * time.Second})
+		p.hear(path(2).PublicIP, ping.Note{Sender: subnet(2).Addr()})
+		said(ping.Note{Sender: sender})
+
+		gone := path(3)
+		p.passed(gone)
+		if n := p.note(gone); n.Sender.IsValid() {
+			t.Errorf("the note on a path that is gone is %v", n)
+		}
+	})
 }
