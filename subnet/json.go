@@ -131,21 +131,14 @@ func members(raw json.RawMessage) (all []member) {
 
 func unknownKey(key string, known []string) string {
 	key = Shorten(key)
-	if len(known) == 0 {
-		return fmt.Sprintf("unknown key %q is ignored", key)
-	}
 	nearest, _ := spell.Nearest(key, known)
 	return fmt.Sprintf("unknown key %q is ignored, the nearest known key is %q", key, nearest)
 }
 
+// fieldNames returns the keys of the struct that v points to.
 func fieldNames(v any) []string {
-	t := reflect.TypeOf(v).Elem()
-	if t.Kind() != reflect.Struct {
-		return nil
-	}
-
 	var names []string
-	for f := range t.Fields() {
+	for f := range reflect.TypeOf(v).Elem().Fields() {
 		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
 		if name == "" {
 			name = f.Name

@@ -3,9 +3,15 @@
 package subnet
 
 import (
+	"encoding/json"
 	"net/netip"
 	"slices"
 	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 func TestLeasesAreSortedAsNumbers(t *testing.T) {
@@ -29,3 +35,44 @@ func TestLeasesAreSortedAsNumbers(t *testing.T) {
 		}
 	}
 }
+
+// TestNext takes the step to the next backend with a lease and with its claim.
+func TestNext(t *testing.T) {
+	e := func(subnet, data, next string) Endpoint {
+		p := netip.MustParsePrefix(subnet)
+		return Endpoint{Subnet: p, PublicIP: p.Addr(), Data: json.RawMessage(data), NextData: json.RawMessage(next)}
+	}
+	before := []Endpoint{e("10.5.1.0/24", "1", "2"), e("fd00:5::/64", "3", "4")}
+	l := Lease{Key: "a", Order: 7, BackendType: "udp", NextType: "vxlan", Endpoints: slices.Clone(before)}
+
+	claim := Claim{BackendType: "udp", NextType: "vxlan", Endpoints: before}
+	if diff := cmp.Diff(claim, l.Claim(), netips); diff != "" {
+		t.Errorf("claim (-want +got):\n%s", diff)
+	}
+	after := []Endpoint{before[0], before[1]}
+	for i := range after {
+		after[i].Data = before[i].NextData
+		after[i].NextData = nil
+	}
+	if diff := cmp.Diff(Lease{Key: "a", Order: 7, BackendType: "vxlan", Endpoints: after}, l.Next("vxlan"), netips); diff != "" {
+		t.Errorf("next lease (-want +got):\n%s", diff)
+	}
+	if diff := cmp.Diff(Claim{BackendType: "vxlan", Endpoints: after}, claim.Next("vxlan"), netips); diff != "" {
+		t.Errorf("next claim (-want +got):\n%s", diff)
+	}
+	if diff := cmp.Diff(before, l.Endpoints, netips); diff != "" {
+		t.Errorf("the lease itself has changed (-want +got):\n%s", diff)
+	}
+
+	for i, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		if got, ok := claim.Endpoint(f); !ok || got.PublicIP != before[i].PublicIP {
+			t.Errorf("the endpoint of %s is %v, %v, want %v", f, got, ok, before[i])
+		}
+		other := Claim{Endpoints: before[1-i : 2-i]}
+		if got, ok := other.Endpoint(f); ok {
+			t.Errorf("the endpoint of the missing family %s is %v", f, got)
+		}
+	}
+}
+
+var netips = cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})

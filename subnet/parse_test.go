@@ -142,6 +142,10 @@ func TestWarningsAreLimited(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	long, err := subnet.ParseConfig([]byte(`{"` + strings.Repeat("x", 1000) + `":1,"Network":"10.5.0.0/16"}`))
+	if err != nil || len(long.Warnings) != 1 || len(long.Warnings[0]) > 200 {
+		t.Errorf("%q, error %v, want one short warning", long.Warnings, err)
+	}
 	if last := cfg.Warnings[len(cfg.Warnings)-1]; len(cfg.Warnings) > 10 || last != "19992 more keys are ignored or given more than once" {
 		t.Errorf("%d warnings, the last one is %q", len(cfg.Warnings), last)
 	}
@@ -214,21 +218,24 @@ func TestDecodeBackend(t *testing.T) {
 		VNI      int
 		Learning bool
 		Port     uint16 `json:"Port,omitempty"`
+		Limit    int    `json:"Size"`
+		Hidden   int    `json:"-"`
 		internal int    //nolint:unused // the test checks that an unexported field is not a key
 	}
 	got := vxlan{VNI: 1, Port: 8472}
 	warnings, err := subnet.DecodeBackend(
-		json.RawMessage(`{"type":"vxlan","vni":7,"Prot":9,"Learn":true,"internal":3,"Old":1}`), &got, "Old")
+		json.RawMessage(`{"type":"vxlan","vni":7,"Prot":9,"Learn":true,"internal":3,"Old":1,"size":5,"Hidden":6}`), &got, "Old")
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := (vxlan{VNI: 7, Port: 8472}); got != want {
+	if want := (vxlan{VNI: 7, Port: 8472, Limit: 5}); got != want {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
 	want := []string{
 		`unknown key "Prot" is ignored, the nearest known key is "Port"`,
 		`unknown key "Learn" is ignored, the nearest known key is "Learning"`,
 		`unknown key "internal" is ignored, the nearest known key is "VNI"`,
+		`unknown key "Hidden" is ignored, the nearest known key is "Size"`,
 	}
 	if diff := cmp.Diff(want, warnings); diff != "" {
 		t.Errorf("warnings differ (-want +got):\n%s", diff)
@@ -241,6 +248,45 @@ func TestDecodeBackend(t *testing.T) {
 	_, err = subnet.DecodeBackend(json.RawMessage(`{"Port":65536}`), &got)
 	if want := "Backend: Port: want a whole number from 0 to 65535, have number 65536"; err == nil || err.Error() != want {
 		t.Errorf("error is %v, want %q", err, want)
+	}
+}
+
+func TestShorten(t *testing.T) {
+	x := strings.Repeat("x", 64)
+	for text, want := range map[string]string{x: x, x + "x": x + "…", x[:63] + "éx": x[:63] + "…"} {
+		if got := subnet.Shorten(text); got != want {
+			t.Errorf("%s becomes %s, want %s", text, got, want)
+		}
+	}
+}
+
+// TestKeys removes a key of an object, and reads its keys.
+func TestKeys(t *testing.T) {
+	for _, tc := range []struct{ raw, without, keys string }{
+		{`{"Network":"x", "backend":{"Type":"udp"}, "A":[1, 2]}`, `{"Network":"x","A":[1, 2]}`, `map[A:[1, 2] Network:"x" backend:{"Type":"udp"}]`},
+		{`{"a":1,"BACKEND":2,"A":3,"a":4,"Backend":5}`, `{"a":1,"A":3,"a":4}`, `map[Backend:5 a:4]`},
+		{`{"a\n\"b":1}`, `{"a\n\"b":1}`, "map[a\n\"b:1]"},
+		{` {"Backend":1} `, `{}`, `map[Backend:1]`},
+		{`{}`, `{}`, `map[]`},
+		{`["a", 1]`, `{}`, "want a JSON object, have a JSON array"},
+		{`null`, `{}`, "want a JSON object, have null"},
+		{` `, `{}`, "want a JSON object, have nothing"},
+	} {
+		if got := subnet.WithoutKey(json.RawMessage(tc.raw), "Backend"); string(got) != tc.without {
+			t.Errorf("%s without Backend: %s, want %s", tc.raw, got, tc.without)
+		}
+		keys, err := subnet.Keys(json.RawMessage(tc.raw))
+		texts := map[string]string{}
+		for key, value := range keys {
+			texts[key] = string(value)
+		}
+		got := fmt.Sprint(texts)
+		if err != nil {
+			got = err.Error()
+		}
+		if got != tc.keys {
+			t.Errorf("keys of %s: %s, want %s", tc.raw, got, tc.keys)
+		}
 	}
 }
 
