@@ -311,6 +311,10 @@ func TestIdentityBelongsToTheFirstClaim(t *testing.T) {
 		l.Claimed = claimed
 		return subnet.Claimant{Lease: &l, Identities: identities}
 	}
+	kept := func(c subnet.Claimant, identity string, since uint64) subnet.Claimant {
+		c.Lease.Kept = map[string]uint64{identity: since}
+		return c
+	}
 	migrating := func(c subnet.Claimant, identity string) subnet.Claimant {
 		less := c
 		l := *c.Lease
@@ -326,6 +330,16 @@ func TestIdentityBelongsToTheFirstClaim(t *testing.T) {
 		{
 			name: "an old lease that claims it later", want: []string{"young"},
 			all:     []subnet.Claimant{claimant("old", 1, 30, 2, "MAC 7"), claimant("young", 10, 10, 3, "MAC 7")},
+			refused: []subnet.Refusal{{"old", "its MAC 7 is that of young"}},
+		},
+		{
+			name: "an old lease that is written later, and had it before", want: []string{"old"},
+			all:     []subnet.Claimant{kept(claimant("old", 1, 30, 2, "MAC 7"), "MAC 7", 5), claimant("young", 10, 10, 3, "MAC 7")},
+			refused: []subnet.Refusal{{"young", "its MAC 7 is that of old"}},
+		},
+		{
+			name: "an old lease that is written later, and had another one before", want: []string{"young"},
+			all:     []subnet.Claimant{kept(claimant("old", 1, 30, 2, "MAC 7"), "MAC 1", 5), claimant("young", 10, 10, 3, "MAC 7")},
 			refused: []subnet.Refusal{{"old", "its MAC 7 is that of young"}},
 		},
 		{
@@ -414,6 +428,14 @@ func TestKept(t *testing.T) {
 	if diff := cmp.Diff(want, a.Kept(written(7, "MAC 1", "MAC 2", "MAC 3"))); diff != "" {
 		t.Errorf("kept differ (-want +got):\n%s", diff)
 	}
+	again := written(7, "MAC 1", "MAC 2")
+	again.Lease.Kept = map[string]uint64{"MAC 1": 3}
+	a.Reset([]subnet.Claimant{again})
+	if diff := cmp.Diff(map[string]uint64{"MAC 1": 3, "MAC 2": 7}, a.Kept(written(9, "MAC 1", "MAC 2"))); diff != "" {
+		t.Errorf("kept from two earlier revisions (-want +got):\n%s", diff)
+	}
+
+	a.Reset([]subnet.Claimant{written(3, "MAC 1", "MAC 2")})
 	if kept := a.Kept(written(3, "MAC 1", "MAC 2")); kept != nil {
 		t.Errorf("it keeps %v from the same revision", kept)
 	}
