@@ -452,9 +452,13 @@ func (n *walkedNetwork) hasPodCIDRs(c netConf) bool {
 // all hosts use the last one.
 func (n *walkedNetwork) edit(confs ...netConf) {
 	n.t.Helper()
-	var kill, freeze, fault func()
+	var kill, stop, freeze, fault func()
 	if n.r.IntN(4) == 0 {
-		kill = n.killDaemon
+		if n.r.IntN(4) > 0 {
+			kill = n.killDaemon
+		} else {
+			stop = n.stepClock
+		}
 	} else if n.r.IntN(6) == 0 {
 		freeze = n.freezeDaemon
 	}
@@ -469,7 +473,7 @@ func (n *walkedNetwork) edit(confs ...netConf) {
 			next = confs
 		}
 		for _, f := range dual {
-			if why := o.mayLose(next, kill != nil || freeze != nil, f); why != "" && o.flows[f] != nil {
+			if why := o.mayLose(next, kill != nil || stop != nil || freeze != nil, stop != nil, f); why != "" && o.flows[f] != nil {
 				n.log("%s %s may lose packets: %s", o.name, f, why)
 				o.stopFlows(f)
 			}
@@ -481,7 +485,7 @@ func (n *walkedNetwork) edit(confs ...netConf) {
 		}
 		n.log("put %s %s", n.name, c)
 		n.put(c)
-		for _, act := range []func(){kill, freeze, fault} {
+		for _, act := range []func(){kill, stop, freeze, fault} {
 			if act != nil && when == i {
 				n.pause(0, 300)
 				act()
@@ -527,19 +531,22 @@ func (n *walkedNetwork) migrateFinish() {
 	n.log("flannelctl %s", strings.Join(args, " "))
 }
 
-// killDaemon kills the daemon of a random host and starts it again. Or it stops the daemon and starts it with another time,
-// as after a boot without a real-time clock.
+// killDaemon kills the daemon of a random host and starts it again.
 func (w *walk) killDaemon() {
 	h := w.hosts()[w.r.IntN(len(w.hosts()))]
-	if w.r.IntN(4) > 0 {
-		w.log("kill the daemon of %s", h.Name())
-		h.Daemon().Kill()
-	} else {
-		step := time.Duration(w.r.Int64N(int64(48*time.Hour))) - 24*time.Hour
-		w.log("step the clock of %s by %s", h.Name(), step)
-		expectStop(w.t, h.Daemon())
-		w.try(stepClock(h, step))
-	}
+	w.log("kill the daemon of %s", h.Name())
+	h.Daemon().Kill()
+	start(w.t, h, w.options(h))
+}
+
+// stepClock stops the daemon of a random host and starts it with another time, as after a boot without a real-time
+// clock.
+func (w *walk) stepClock() {
+	h := w.hosts()[w.r.IntN(len(w.hosts()))]
+	step := time.Duration(w.r.Int64N(int64(48*time.Hour))) - 24*time.Hour
+	w.log("step the clock of %s by %s", h.Name(), step)
+	expectStop(w.t, h.Daemon())
+	w.try(stepClock(h, step))
 	start(w.t, h, w.options(h))
 }
 
@@ -601,11 +608,15 @@ func (w *walk) fault() func() {
 }
 
 // mayLose returns why packets of a family may be lost while hosts change from the present configuration to the last of
-// confs. A host may not notice one of them before the next one replaces it.
-func (n *walkedNetwork) mayLose(confs []netConf, kill bool, f prefix.Family) string {
+// confs. A host may not notice one of them before the next one replaces it. killed is set if a daemon does not run or act
+// for some time, and stopped if that begins with a stop.
+func (n *walkedNetwork) mayLose(confs []netConf, killed, stopped bool, f prefix.Family) string {
 	confs = append([]netConf{n.now}, confs...)
 	for i, from := range confs {
-		if kill && from.inUserspace() {
+		if stopped && strings.Contains(from.backend+from.next, `"extension"`) {
+			return "extension runs its ShutdownCommand, and all commands again"
+		}
+		if killed && from.inUserspace() {
 			return "the daemon that carries packets is killed or frozen"
 		}
 		for _, to := range confs[i+1:] {
