@@ -163,6 +163,22 @@ func reload(t *testing.T, l *subnet.Ledger) *subnet.Ledger {
 	return again
 }
 
+// TestLedgerFirst asks for the peers with the smallest keys.
+func TestLedgerFirst(t *testing.T) {
+	var l subnet.Ledger
+	l.Apply(snapshot("s", 1, lease("c", 1, "10.5.3.0/24", "192.0.2.3"), lease("a", 2, "10.5.1.0/24", "192.0.2.1"),
+		lease("d", 3, "10.5.4.0/24", "192.0.2.4"), lease("b", 4, "10.5.2.0/24", "192.0.2.2")), time.Now())
+	for n, want := range map[int]string{0: "[]", 1: "[a]", 3: "[a b c]", 4: "[a b c d]", 9: "[a b c d]"} {
+		keys := []string{}
+		for _, peer := range l.First(n) {
+			keys = append(keys, peer.Key)
+		}
+		if got := fmt.Sprint(keys); got != want {
+			t.Errorf("the first %d are %s, want %s", n, got, want)
+		}
+	}
+}
+
 // TestLedgerHasUnreadable expects that a lease counts as unreadable only if no good state of it is
 // known, and until it can be read or is gone.
 func TestLedgerHasUnreadable(t *testing.T) {

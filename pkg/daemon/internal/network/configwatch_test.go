@@ -122,18 +122,21 @@ func TestConfigWatchHasGivenUp(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newConfigWatch(true, subnet.ParseConfig, nil)
-			used, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
-			if err != nil {
-				t.Fatal(err)
+			w.use(parseConfig(t, `{"Network":"10.5.0.0/16"}`))
+			unusable(w)
+			if w.hasGivenUp() {
+				t.Error("no configuration has failed to start, and one counts as that")
 			}
-			w.use(used)
 			w.apply(t.Context(), []byte(`{"Network":"10.6.0.0/16"}`))
 			next, _ := w.next()
 			w.giveUp(t.Context(), *next, errors.New("does not start"))
+			if again, _ := w.next(); again != nil {
+				t.Errorf("next %v, although it did not start", again)
+			}
 
 			unusable(w)
-			if !w.hasGivenUp() {
-				t.Error("the configuration that did not start is forgotten")
+			if again, _ := w.next(); again != nil || !w.hasGivenUp() {
+				t.Errorf("next %v, want that the configuration that did not start is remembered", again)
 			}
 			w.apply(t.Context(), []byte(`{"Network":"10.7.0.0/16"}`))
 			if w.hasGivenUp() {
@@ -279,5 +282,135 @@ func TestConfigWatchEndOfMigration(t *testing.T) {
 	w.apply(t.Context(), []byte(during))
 	if next, _ = w.next(); next == nil || next.Stage != "" || !next.Migrates() {
 		t.Errorf("when the end is taken back, the network should use %+v", next)
+	}
+}
+
+// TestConfigWatchStates goes ways through the states of the configuration in the store. Each step has what the
+// watch says after it, beginning with the line that it logs: the configuration that the network should use next
+// (here 6 is 10.6.0.0/16), why a restart is needed, why the configuration is refused, whether it failed, and
+// whether those who wait for next were woken.
+func TestConfigWatchStates(t *testing.T) {
+	type step struct{ do, want string }
+	short := strings.NewReplacer("the network configuration ", "it ", ": flanneld goes on with the one that it has", "",
+		"invalid network configuration: byte 1: unexpected end of JSON input", "not JSON", "there is no configuration any more", "none")
+	for name, tt := range map[string]struct {
+		follow bool
+		steps  []step
+	}{
+		"followed": {true, []step{
+			{"apply 6", "woken"},
+			{"use 5", "next 6; woken"},
+			{"refuse 7 late", "next 6"},
+			{"refuse 6 busy", "it cannot be used; warned: busy; next 6; refused: busy"},
+			{"refuse 6 still busy", "next 6; refused: still busy"},
+			{"apply 6", "next 6; refused: still busy"},
+			{"use 6", "woken"},
+			{"apply 5", "it has changed; next 5; woken"},
+			{"apply 6", "it is again the one in use; woken"},
+			{"apply", "it cannot be used any more, but could not start again; restart: none"},
+			{"apply", "restart: none"},
+			{"apply {", "it cannot be used; warned: not JSON; refused: not JSON"},
+			{"apply {", "refused: not JSON"},
+			{"apply 6", "it is again the one in use; woken"},
+		}},
+		"not followed": {false, []step{
+			{"use 5", ""},
+			{"apply 6", "it has changed: restart needed; next 6; restart: IPv4 network 10.5.0.0/16 -> 10.6.0.0/16; woken"},
+			{"refuse 6 busy", "it cannot be used; warned: busy; next 6; restart: busy; refused: busy"},
+			{"apply 5", "it is again the one in use; woken"},
+			{"apply {", "it cannot be used; warned: not JSON; restart: not JSON; refused: not JSON"},
+			{"apply 7", "it has changed: restart needed; next 7; restart: IPv4 network 10.5.0.0/16 -> 10.7.0.0/16; woken"},
+			{"apply", "it cannot be used any more, but could not start again; restart: none; woken"},
+			{"apply 7", "it has changed: restart needed; next 7; restart: IPv4 network 10.5.0.0/16 -> 10.7.0.0/16; woken"},
+			{"apply 5", "it is again the one in use; woken"},
+		}},
+		"failed": {true, []step{
+			{"use 5", ""},
+			{"apply 6", "it has changed; next 6; woken"},
+			{"fail 7 broken", "next 6"},
+			{"fail 6 broken", "it cannot be used; warned: broken; refused: broken; failed"},
+			{"apply 6", "refused: broken; failed"},
+			{"apply 5", "it is again the one in use; woken"},
+			{"apply 6", "it has changed; next 6; woken"},
+			{"fail 6 broken", "it cannot be used; warned: broken; refused: broken; failed"},
+			{"apply", "it cannot be used any more, but could not start again; restart: none; failed; woken"},
+			{"apply 6", "it has changed; next 6; woken"},
+			{"fail 6 broken", "it cannot be used; warned: broken; refused: broken; failed"},
+			{"record taken", "refused: taken; failed; woken"},
+			{"apply 7", "it has changed; next 7; woken"},
+		}},
+		"refused at first": {true, []step{
+			{"refuseFirst 6 busy", "it cannot be used; warned: busy; refused: busy"},
+			{"use 5", "next 6; refused: busy; woken"},
+			{"apply 6", "next 6; refused: busy"},
+			{"apply 5", "it is again the one in use; woken"},
+			{"refuseFirst 6 late", ""},
+		}},
+		"refused at first, and not followed": {false, []step{
+			{"refuseFirst 6 busy", "it cannot be used; warned: busy; restart: busy; refused: busy; failed"},
+			{"use 5", "restart: busy; refused: busy; failed; woken"},
+			{"apply 6", "restart: busy; refused: busy; failed"},
+			{"apply 7", "it has changed: restart needed; next 7; restart: IPv4 network 10.5.0.0/16 -> 10.7.0.0/16; woken"},
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var says []string
+			ctx := klog.NewContext(t.Context(), funcr.New(func(_, line string) {
+				message, _, _ := strings.Cut(line[strings.Index(line, `"msg"="`)+len(`"msg"="`):], `"`)
+				says = append(says, message)
+			}, funcr.Options{}))
+			w := newConfigWatch(tt.follow, subnet.ParseConfig, func(_, message string) { says = append(says, "warned: "+message) })
+			text := func(n string) string {
+				if len(n) == 1 && n != "{" {
+					return `{"Network":"10.` + n + `.0.0/16"}`
+				}
+				return n
+			}
+			for _, s := range tt.steps {
+				says = nil
+				_, changed := w.next()
+				do, rest, _ := strings.Cut(s.do, " ")
+				n, reason, _ := strings.Cut(rest, " ")
+				switch do {
+				case "apply":
+					var stored []byte
+					if n != "" {
+						stored = []byte(text(n))
+					}
+					w.apply(ctx, stored)
+				case "use":
+					w.use(parseConfig(t, text(n)))
+				case "refuse":
+					w.refuse(ctx, parseConfig(t, text(n)), errors.New(reason))
+				case "refuseFirst":
+					w.refuseFirst(ctx, parseConfig(t, text(n)), errors.New(reason))
+				case "fail":
+					w.giveUp(ctx, parseConfig(t, text(n)), errors.New(reason))
+				case "record":
+					w.recordRefusal(errors.New(rest))
+				}
+
+				if next, _ := w.next(); next != nil {
+					says = append(says, "next "+strings.Split(next.Networks[0].Prefix.String(), ".")[1])
+				}
+				if why := w.restartNeeded(); why != "" {
+					says = append(says, "restart: "+why)
+				}
+				if why := w.refusal(); why != "" {
+					says = append(says, "refused: "+why)
+				}
+				if w.hasGivenUp() {
+					says = append(says, "failed")
+				}
+				select {
+				case <-changed:
+					says = append(says, "woken")
+				default:
+				}
+				if got := short.Replace(strings.Join(says, "; ")); got != s.want {
+					t.Errorf("%s: %q\nwant %q", s.do, got, s.want)
+				}
+			}
+		})
 	}
 }
