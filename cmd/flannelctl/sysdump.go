@@ -19,6 +19,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -55,92 +56,114 @@ Names, addresses and what other programs have written in their rules stay: look 
 		Example: "  flannelctl sysdump\n  flannelctl sysdump --file=/tmp/host1.tar.gz\n  kubectl exec POD -- flannelctl sysdump --file=- >host1.tar.gz",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			hostname, _ := os.Hostname()
-			name := "flannel-sysdump-" + cmp.Or(hostname, "host") + "-" + time.Now().UTC().Format("20060102T150405Z")
-			to := io.WriteCloser(nopCloser{cmd.OutOrStdout()})
-			report := cmd.ErrOrStderr()
-			if file != "-" {
-				path := cmp.Or(file, name+".tar.gz")
-				f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-				if err != nil {
-					return err
-				}
-				to, report = f, cmd.OutOrStdout()
-				defer func() { fmt.Fprintln(report, path) }()
-			}
-
-			incomplete, err := h.sysdump(cmd.Context(), to, name)
-			if err = errors.Join(err, to.Close()); err != nil {
-				return err
-			}
+			incomplete, report, err := writeDump(cmd, file, cmp.Or(hostname, "host"), func(ctx context.Context, a *archive) ([]missing, error) {
+				a.secrets = h.knownSecrets(ctx)
+				return a.collect(ctx, partTimeout, h.parts(ctx))
+			})
 			if len(incomplete) > 0 {
-				fmt.Fprintf(report, "incomplete: %s\n", strings.Join(incomplete, ", "))
+				var names []string
+				for _, m := range incomplete {
+					names = append(names, m.name)
+				}
+				fmt.Fprintf(report, "incomplete: %s\n", strings.Join(names, ", "))
 			}
-			return nil
+			return err
 		},
 	}
 
 	cmd.Flags().StringVar(&file, "file", "", "path of the archive, - for standard output (default flannel-sysdump-HOST-TIME.tar.gz)")
 	cmd.Flags().StringVar(&h.socket, "socket", h.socket, "local socket of the daemon")
+	cmd.AddCommand(newClusterDumpCommand(h))
 	return cmd
+}
+
+// writeDump writes an archive of what is named, with what fill adds to it, to a file or, if that is -, to standard output.
+// If file is empty, the name of the archive tells the time. report is where the caller can write what is missing.
+func writeDump(cmd *cobra.Command, file, of string, fill func(context.Context, *archive) ([]missing, error)) (incomplete []missing, report io.Writer, err error) {
+	folder := "flannel-sysdump-" + of + "-" + time.Now().UTC().Format("20060102T150405Z")
+	path := cmp.Or(file, folder+".tar.gz")
+	report = cmd.OutOrStdout()
+	to := io.WriteCloser(nopCloser{report})
+	if path == "-" {
+		report = cmd.ErrOrStderr()
+	} else if to, err = os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600); err != nil {
+		return nil, report, err
+	}
+
+	packed := gzip.NewWriter(to)
+	a := &archive{tar: tar.NewWriter(packed), folder: folder}
+	incomplete, err = fill(cmd.Context(), a)
+	if err = errors.Join(err, a.tar.Close(), packed.Close(), to.Close()); err == nil && path != "-" {
+		fmt.Fprintln(report, path)
+	}
+	return incomplete, report, err
 }
 
 type nopCloser struct{ io.Writer }
 
 func (nopCloser) Close() error { return nil }
 
-// collected is the outcome of a part.
-type collected struct {
-	text []byte
+// archive is an archive that is being written, with all files in one folder. Its methods support concurrent use.
+type archive struct {
+	folder  string
+	secrets *scrubber
+
+	mu  sync.Mutex
+	tar *tar.Writer
+}
+
+// missing is a part of an archive that is not complete, and why.
+type missing struct {
+	name string
 	err  error
 }
 
-// collectAll collects some parts at a time: each may wait until its time is over, if the daemon or the store hangs.
-func collectAll(ctx context.Context, all []part) ([]collected, error) {
-	results := make([]collected, len(all))
+// collect adds all parts. It collects some at a time: each may wait until its time is over, if the daemon, the store or
+// a host hangs. It returns those that are not complete, in their order.
+func (a *archive) collect(ctx context.Context, timeout time.Duration, all []part) (incomplete []missing, err error) {
+	failures := make([]error, len(all))
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(8)
 	for i, p := range all {
 		group.Go(func() error {
-			within, cancel := context.WithTimeout(ctx, partTimeout)
+			within, cancel := context.WithTimeout(ctx, timeout)
 			defer cancel()
-			results[i].text, results[i].err = p.collect(within)
-			return ctx.Err()
+			text, failed := p.collect(within)
+			if ctx.Err() == nil && within.Err() != nil {
+				failed = fmt.Errorf("no answer within %s", timeout)
+			}
+			if failed == nil && len(text) > maxPart {
+				failed = fmt.Errorf("the first %d bytes are left out", len(text)-maxPart)
+			}
+			failures[i] = failed
+			return errors.Join(ctx.Err(), a.add(p.name, text, failed))
 		})
 	}
-	return results, group.Wait()
+	err = group.Wait()
+	for i, p := range all {
+		if failures[i] != nil {
+			incomplete = append(incomplete, missing{p.name, failures[i]})
+		}
+	}
+	return incomplete, err
 }
 
-// sysdump writes the archive, with all files in the folder name. It returns the names of the parts that are not complete.
-func (h host) sysdump(ctx context.Context, to io.Writer, name string) (incomplete []string, err error) {
-	secrets := h.knownSecrets(ctx)
-	all := h.parts(ctx)
-	results, err := collectAll(ctx, all)
-	if err != nil {
-		return nil, err
+// add writes a file without its secrets, and at its end why it is not complete.
+func (a *archive) add(name string, text []byte, failed error) error {
+	text = text[max(0, len(text)-maxPart):]
+	if failed != nil {
+		text = fmt.Appendf(text, "\nincomplete: %v\n", failed)
 	}
-	packed := gzip.NewWriter(to)
-	archive := tar.NewWriter(packed)
-	for i, p := range all {
-		text := results[i].text
-		failed := results[i].err
-		if n := len(text); n > maxPart {
-			text, failed = text[n-maxPart:], errors.Join(failed, fmt.Errorf("the first %d bytes are left out", n-maxPart))
-		}
-		if failed != nil {
-			incomplete = append(incomplete, p.name)
-			text = fmt.Appendf(text, "\nincomplete: %v\n", failed)
-		}
+	text = []byte(a.secrets.scrub(string(text)))
 
-		text = []byte(secrets.scrub(string(text)))
-		header := &tar.Header{Name: name + "/" + p.name, Mode: 0o600, Size: int64(len(text)), ModTime: time.Now()}
-		if err := archive.WriteHeader(header); err != nil {
-			return nil, err
-		}
-		if _, err := archive.Write(text); err != nil {
-			return nil, err
-		}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	header := &tar.Header{Name: a.folder + "/" + name, Mode: 0o600, Size: int64(len(text)), ModTime: time.Now()}
+	if err := a.tar.WriteHeader(header); err != nil {
+		return err
 	}
-	return incomplete, errors.Join(archive.Close(), packed.Close())
+	_, err := a.tar.Write(text)
+	return err
 }
 
 // knownSecrets returns a scrubber that knows the secrets of this host: those in the settings and the environment of the

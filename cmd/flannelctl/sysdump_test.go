@@ -6,11 +6,18 @@ import (
 	"archive/tar"
 	"bytes"
 	"compress/gzip"
+	"context"
 	"errors"
 	"io"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
+
+	"golang.org/x/sync/errgroup"
 )
 
 // unpack returns the files of an archive by name, without the name of its folder.
@@ -84,7 +91,7 @@ func TestScrub(t *testing.T) {
 	s.learn(`{"Backend":{"Type":"wireguard","PSK":"cHJlc2hhcmVk+a/w="},"AccessKeySecret": "x-y-z-1"}`)
 	s.add("  line of a key file\n")
 	for text, want := range map[string]string{
-		`"PSK": "cHJlc2hhcmVk+a/w=",`:                                        `"PSK": [redacted],`,
+		`"PSK": "cHJlc2hhcmVk+a/w=",`:                                        `"PSK": "[redacted]",`,
 		`err="parse {\"PSK\":\"short\",\"VNI\":1}"`:                          `err="parse {\"PSK\":[redacted],\"VNI\":1}"`,
 		`a cHJlc2hhcmVk+a/w= and x-y-z-1 line of a key file`:                 `a [redacted] and [redacted] [redacted]`,
 		`FLANNELD_ETCD_PASSWORD='with space' X=1`:                            `FLANNELD_ETCD_PASSWORD=[redacted] X=1`,
@@ -96,6 +103,13 @@ func TestScrub(t *testing.T) {
 		`Authorization: Bearer abc.def-1=`:                                   `Authorization: Bearer [redacted]`,
 		`it has eyJhbGciOi.eyJzdWIi.c2lnbmF0-dXJl as token`:                  `it has [redacted] as token`,
 		"-----BEGIN EC PRIVATE KEY-----\nMHcC\n-----END EC PRIVATE KEY-----": `[redacted]`,
+		`{"name":"ETCD_PASSWORD","value":"a \"b\""},{"name":"X"}`:            `{"name":"ETCD_PASSWORD","value":"[redacted]"},{"name":"X"}`,
+		`"env":"[{\"name\":\"TOKEN\",\"value\":\"a\"},{}]"`:                  `"env":"[{\"name\":\"TOKEN\",\"value\":[redacted]},{}]"`,
+		`["--etcd-password", "p", "--iface"]`:                                `["--etcd-password", "[redacted]", "--iface"]`,
+		`"password": "a\"b c", "x": 1`:                                       `"password": "[redacted]", "x": 1`,
+		`"serviceAccountToken": {"path": "token"}`:                           `"serviceAccountToken": {"path": "token"}`,
+		`"automountServiceAccountToken": true`:                               `"automountServiceAccountToken": true`,
+		`{"secretName":"x-y-z-1-certs"}`:                                     `{"secretName":"[redacted]"}`,
 		"/src/oauth2/token.go:123 +0x1":                                      "/src/oauth2/token.go:123 +0x1",
 		"10.5.7.0/24 via 10.5.7.0 dev flannel.1":                             "10.5.7.0/24 via 10.5.7.0 dev flannel.1",
 	} {
@@ -103,4 +117,37 @@ func TestScrub(t *testing.T) {
 			t.Errorf("%s\nbecomes %s\nwant    %s", text, got, want)
 		}
 	}
+}
+
+// TestCollectAtOnce checks that 8 parts are collected at the same time, and no more, and that the time of each is limited.
+func TestCollectAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var running atomic.Int64
+		hanging := part{"hanging", func(ctx context.Context) ([]byte, error) {
+			running.Add(1)
+			<-ctx.Done()
+			running.Add(-1)
+			return []byte("a half"), nil
+		}}
+		var out bytes.Buffer
+		a := archive{secrets: &scrubber{}, tar: tar.NewWriter(&out)}
+		begin := time.Now()
+		var group errgroup.Group
+		var incomplete []missing
+		group.Go(func() (err error) {
+			incomplete, err = a.collect(t.Context(), time.Minute, slices.Repeat([]part{hanging}, 20))
+			return err
+		})
+		synctest.Wait()
+		if n := running.Load(); n != 8 {
+			t.Errorf("%d parts are collected at the same time, want 8", n)
+		}
+		err := group.Wait()
+		if took := time.Since(begin); err != nil || took != 3*time.Minute {
+			t.Errorf("it took %s, %v, want 3m", took, err)
+		}
+		if len(incomplete) != 20 || incomplete[19].err.Error() != "no answer within 1m0s" || !strings.Contains(out.String(), "a half\nincomplete: no answer") {
+			t.Errorf("%v is incomplete, in\n%s", incomplete, out.String())
+		}
+	})
 }

@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/http"
@@ -173,6 +174,7 @@ type request struct {
 	accept  string
 	content string // type of body
 	body    []byte
+	header  http.Header // others than those above
 	// compressed lets the server compress the answer with gzip. It is for large answers only: a
 	// watch would come in blocks.
 	compressed bool
@@ -196,6 +198,7 @@ func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 	if err != nil {
 		return nil, err
 	}
+	maps.Copy(req.Header, r.header)
 	req.Header.Set("Accept", r.accept)
 	if r.content != "" {
 		req.Header.Set("Content-Type", r.content)

@@ -19,11 +19,12 @@ const (
 )
 
 // Daemons knows the pods of flanneld in a cluster. An operator reaches them through the API server,
-// and needs the right to list pods and to get pods/proxy.
+// and needs the right to list pods and, for Get, to get pods/proxy.
 type Daemons struct {
 	client    *client
 	namespace string
 	pods      map[string]string // names of the pods, by name of the Node
+	all       []podObject
 }
 
 // FindDaemons lists the running pods with the labels of selector. It uses only what locates the API server in cfg. The
@@ -41,7 +42,7 @@ func FindDaemons(ctx context.Context, cfg Config, namespace, selector string) (*
 		c.renew()
 		return nil, err
 	}
-	d := &Daemons{client: c, namespace: namespace, pods: map[string]string{}}
+	d := &Daemons{client: c, namespace: namespace, pods: map[string]string{}, all: pods}
 	for _, p := range pods {
 		if p.runs() {
 			d.pods[p.Spec.NodeName] = p.Metadata.Name
@@ -55,19 +56,24 @@ type podObject struct {
 	Metadata struct{ Name, DeletionTimestamp string }
 	Spec     struct {
 		NodeName         string
+		InitContainers   []struct{ Name string }
 		Containers       []struct{ Name, Image string }
 		ImagePullSecrets []struct {
 			Name string `json:"name"`
 		}
 	}
 	Status struct {
-		Phase             string
-		PodIPs            []struct{ IP netip.Addr }
-		ContainerStatuses []struct {
-			State struct {
-				Waiting struct{ Reason, Message string }
-			}
-		}
+		Phase                                    string
+		PodIPs                                   []struct{ IP netip.Addr }
+		InitContainerStatuses, ContainerStatuses []containerStatus
+	}
+}
+
+type containerStatus struct {
+	Name         string
+	RestartCount int
+	State        struct {
+		Waiting struct{ Reason, Message string }
 	}
 }
 

@@ -94,6 +94,7 @@ func TestClusters(t *testing.T) {
 				c.expectPods()
 				c.expectInOrder()
 				if i == byHelm {
+					c.expectSysdump(archive)
 					c.expectConnectivity(archive)
 					c.expectHelmTest()
 				}
