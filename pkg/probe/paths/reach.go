@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"syscall"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
@@ -68,20 +67,23 @@ func Reach(ctx context.Context, p *ping.Pinger, t Target, size int) Verdict {
 	return v
 }
 
-// connect opens a TCP connection to a target. It tries again after a refusal, because a new Service is refused until
-// kube-proxy has added its rules.
+// connect opens a TCP connection to a target. A new Service has no rules of kube-proxy for some seconds: it refuses
+// connections, has no route, or its packets go elsewhere. Such a connection is never translated later, because conntrack
+// remembers it, so each try is a new one.
 func connect(ctx context.Context, t Target) Verdict {
-	within, cancel := context.WithTimeout(ctx, 2*answerTimeout) // so that TCP repeats a lost packet
+	within, cancel := context.WithTimeout(ctx, connectTime)
 	defer cancel()
 	for {
 		begin := time.Now()
-		conn, err := (&net.Dialer{}).DialContext(within, "tcp", t.String())
+		try, end := context.WithTimeout(within, answerTimeout) // TCP repeats a lost packet after a second
+		conn, err := (&net.Dialer{}).DialContext(try, "tcp", t.String())
+		end()
 		if err == nil {
 			took := time.Since(begin)
 			_ = conn.Close()
 			return Verdict{OK: true, RTT: took}
 		}
-		if errors.Is(err, syscall.ECONNREFUSED) && wait.For(within, refusedPause) == nil {
+		if wait.For(within, connectPause) == nil {
 			continue
 		}
 
@@ -93,5 +95,7 @@ func connect(ctx context.Context, t Target) Verdict {
 	}
 }
 
-// refusedPause is the time between two connections to a target that refuses them.
-const refusedPause = 200 * time.Millisecond
+const (
+	connectTime  = 8 * time.Second        // time for all connections to a target
+	connectPause = 200 * time.Millisecond // between two of them
+)
