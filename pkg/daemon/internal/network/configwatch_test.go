@@ -205,9 +205,16 @@ func TestConfigWatchWarns(t *testing.T) {
 		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7,"VNI":1}}`, []string{"VNI", "more than once", "the network configuration has changed"}},
 		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":1}}`, nil},
 		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7,"VNI":1}}`, []string{"more than once"}},
+		{`{`, nil},
+		{``, nil},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7,"VNI":1}}`, nil},
 	} {
 		lines = nil
-		w.apply(ctx, []byte(step.text))
+		var stored []byte
+		if step.text != "" {
+			stored = []byte(step.text)
+		}
+		w.apply(ctx, stored)
 		text := strings.Join(lines, "\n")
 		for _, want := range step.want {
 			if !strings.Contains(text, want) {
@@ -311,6 +318,8 @@ func TestConfigWatchStates(t *testing.T) {
 			{"apply", "restart: none"},
 			{"apply {", "it cannot be used; warned: not JSON; refused: not JSON"},
 			{"apply {", "refused: not JSON"},
+			{"apply 6", "it is again the one in use; woken"},
+			{"apply", "it cannot be used any more, but could not start again; restart: none"},
 			{"apply 6", "it is again the one in use; woken"},
 		}},
 		"not followed": {false, []step{
