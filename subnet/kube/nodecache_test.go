@@ -214,3 +214,115 @@ func TestHeartbeatsAllocateNothing(t *testing.T) {
 		t.Errorf("the cache is at %d", cache.store.Revision)
 	}
 }
+
+// TestSameLease compares a lease with those that differ from it in one thing.
+func TestSameLease(t *testing.T) {
+	lease := func(change func(l *subnet.Lease, e *subnet.Endpoint)) subnet.Lease {
+		l := subnet.Lease{Key: "n1", Order: 1, BackendType: "vxlan", NextType: "wireguard", Endpoints: []subnet.Endpoint{{
+			Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: []byte(`{"VNI":1,"VtepMAC":"x"}`), NextData: []byte(`"key"`),
+		}}}
+		change(&l, &l.Endpoints[0])
+		return l
+	}
+	for name, tt := range map[string]struct {
+		change func(l *subnet.Lease, e *subnet.Endpoint)
+		want   bool
+	}{
+		"nothing":           {func(*subnet.Lease, *subnet.Endpoint) {}, true},
+		"other spaces":      {func(_ *subnet.Lease, e *subnet.Endpoint) { e.Data = []byte(`{ "VtepMAC": "x", "VNI": 1 }`) }, true},
+		"revision":          {func(l *subnet.Lease, _ *subnet.Endpoint) { l.Claimed = 7 }, true},
+		"key":               {func(l *subnet.Lease, _ *subnet.Endpoint) { l.Key = "n2" }, false},
+		"age":               {func(l *subnet.Lease, _ *subnet.Endpoint) { l.Order = 2 }, false},
+		"backend":           {func(l *subnet.Lease, _ *subnet.Endpoint) { l.BackendType = "udp" }, false},
+		"next backend":      {func(l *subnet.Lease, _ *subnet.Endpoint) { l.NextType = "" }, false},
+		"subnet":            {func(_ *subnet.Lease, e *subnet.Endpoint) { e.Subnet = netip.MustParsePrefix("10.5.2.0/24") }, false},
+		"public address":    {func(_ *subnet.Lease, e *subnet.Endpoint) { e.PublicIP = e.PublicIP.Next() }, false},
+		"data":              {func(_ *subnet.Lease, e *subnet.Endpoint) { e.Data = []byte(`{"VNI":2,"VtepMAC":"x"}`) }, false},
+		"no data":           {func(_ *subnet.Lease, e *subnet.Endpoint) { e.Data = nil }, false},
+		"data without JSON": {func(_ *subnet.Lease, e *subnet.Endpoint) { e.Data = []byte("{") }, false},
+		"next data":         {func(_ *subnet.Lease, e *subnet.Endpoint) { e.NextData = []byte(`"other"`) }, false},
+		"one more family":   {func(l *subnet.Lease, e *subnet.Endpoint) { l.Endpoints = append(l.Endpoints, *e) }, false},
+	} {
+		a, b := lease(func(*subnet.Lease, *subnet.Endpoint) {}), lease(tt.change)
+		if sameLease(a, b) != tt.want || sameLease(b, a) != tt.want {
+			t.Errorf("%s differs: the leases are the same: %v and %v, want %v", name, sameLease(a, b), sameLease(b, a), tt.want)
+		}
+	}
+	if sameJSON([]byte("{"), []byte("[")) || sameJSON(nil, []byte("null")) {
+		t.Error("text that is not JSON is the same as other text")
+	}
+}
+
+// TestRequiredRevision checks how new a list must be.
+func TestRequiredRevision(t *testing.T) {
+	for _, tt := range []struct {
+		name             string
+		cache, node, now int64 // revisions of the cache, of this host's Node, and of the store
+		server           serverCache
+		want             int64
+	}{
+		{"nothing is known", 0, 0, 7, upToDate, 7},
+		{"the cache is later", 5, 3, 7, upToDate, 5},
+		{"the Node is later", 3, 5, 7, upToDate, 5},
+		{"the store is not later", 5, 7, 7, upToDate, 7},
+		{"the server's cache is behind", 3, 5, 7, behind, 5},
+		{"the last watch was stale", 3, 5, 7, stale, 0},
+		{"the last watch was stale, nothing is known", 0, 0, 7, stale, 0},
+		{"a restored store", 9, 5, 7, upToDate, 0},
+	} {
+		c := &nodeCache{store: subnet.StoreID{Revision: tt.cache}, server: tt.server}
+		if got := c.required(&ownNode{version: tt.node, revision: tt.now}); got != tt.want {
+			t.Errorf("%s: %d, want %d", tt.name, got, tt.want)
+		}
+	}
+}
+
+// TestClaimed changes Nodes. The first list does not say when a lease was written. A lease that differs from it, or
+// comes later, was written at the revision of its Node.
+func TestClaimed(t *testing.T) {
+	d := newDecoder(defaultKeys())
+	managed := func(name, cidr string) *corev1.Node {
+		n := newNode(name, 1)
+		n.Spec.PodCIDRs = []string{cidr}
+		n.Annotations = map[string]string{annotationKey("kube-subnet-manager"): "true", annotationKey("public-ip"): "192.0.2.1"}
+		return n
+	}
+	first, second := managed("n1", "10.5.1.0/24"), managed("n2", "10.5.2.0/24")
+	cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}
+	claimed := func(what, name string, want uint64) {
+		t.Helper()
+		if l := cache.entries[name].lease; l == nil || l.Claimed != want {
+			t.Errorf("%s: the lease is %+v, want it written at %d", what, l, want)
+		}
+	}
+	event := func(kind string, n *corev1.Node, revision string) {
+		t.Helper()
+		n.ResourceVersion = revision
+		if _, err := cache.advance(wiretest.DecodeEvent(t, d, kind, n)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	list := func(n *corev1.Node, revision string) {
+		n.ResourceVersion = revision
+		old := cache
+		cache = old.successor()
+		cache.put(wiretest.Decode(t, d, n, false), true, old)
+	}
+
+	list(first, "5")
+	claimed("the first list", "n1", 0)
+	cache.standing = current
+	event(wire.Modified, first, "8")
+	claimed("a heartbeat", "n1", 0)
+	first.Annotations[annotationKey("public-ip")] = "192.0.2.9"
+	event(wire.Modified, first, "9")
+	claimed("another address", "n1", 9)
+	event(wire.Added, second, "10")
+	cache.applyAnswer(fetched{nodeRequest{names: []string{"n2"}}, map[string]*ownNode{"n2": newOwnNode(wiretest.Decode(t, d, second, false), 0)}})
+	claimed("a new Node", "n2", 10)
+	list(first, "11")
+	claimed("another list", "n1", 9)
+	first.Annotations[annotationKey("public-ip")] = "192.0.2.8"
+	list(first, "12")
+	claimed("another address in another list", "n1", 12)
+}

@@ -3,6 +3,7 @@
 package network
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"strings"
@@ -51,6 +52,11 @@ func TestConfigWatch(t *testing.T) {
 		if next, _ := k.next(); next != nil {
 			t.Fatalf("after %q the daemon would end", step.text)
 		}
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := k.exit(ended); err != nil {
+		t.Errorf("exit without a change: %v", err)
 	}
 	k.apply(t.Context(), []byte(`{"Network":"10.6.0.0/16"}`))
 	if err := k.exit(t.Context()); !errors.Is(err, ErrConfigChanged) || !strings.Contains(err.Error(), "10.6.0.0/16") {
@@ -360,6 +366,7 @@ func TestConfigWatchStates(t *testing.T) {
 			{"use 5", "restart: busy; refused: busy; failed; woken"},
 			{"apply 6", "restart: busy; refused: busy; failed"},
 			{"apply 7", "it has changed: restart needed; next 7; restart: IPv4 network 10.5.0.0/16 -> 10.7.0.0/16; woken"},
+			{"refuseFirst 6 late", "next 7; restart: IPv4 network 10.5.0.0/16 -> 10.7.0.0/16"},
 		}},
 	} {
 		t.Run(name, func(t *testing.T) {
