@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -798,6 +799,18 @@ func TestNetworksFlannelctl(t *testing.T) {
 	expectFlannelctl(t, h, args("status --network green"), "10.6.7.0/24", "vxlan, network 10.6.0.0/16")
 	expectFlannelctlFails(t, h, args("status --network blue"), "blue")
 	expectFlannelctl(t, h, args("check --network red"))
+	file := filepath.Join(t.TempDir(), "host.tar.gz")
+	expectFlannelctl(t, h, args("sysdump --file "+file), file)
+	for name, want := range map[string]string{
+		"flannelctl/networks.txt": "10.6.7.0/24", "flannelctl/status-green.txt": "vxlan, network 10.6.0.0/16", "flannelctl/status-red.txt": "host-gw, network 10.5.0.0/16",
+		"flannelctl/check-red.txt": "SUBNET ", "flannelctl/config-green.txt": `"VNI":6`, "flannelctl/config-red.txt": "10.5.0.0/16", "flannelctl/leases-green.txt": "10.6.7.0/24",
+		"daemon/statusz-green.json": "10.6.7.0/24", "daemon/statusz-red.json": `"host-gw"`,
+	} {
+		text, err := h.Exec(testContext(t), "tar", "-xzOf", file, "--wildcards", "*/"+name)
+		if err != nil || !strings.Contains(string(text), want) {
+			t.Errorf("%s: %v, no %q in\n%s", name, err, want, text)
+		}
+	}
 	expectFlannelctl(t, h, args("unreserve --network green 10.6.7.0/24"))
 
 	expectStop(t, h.Daemon())
