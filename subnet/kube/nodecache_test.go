@@ -326,3 +326,46 @@ func TestClaimed(t *testing.T) {
 	list(first, "12")
 	claimed("another address in another list", "n1", 12)
 }
+
+// TestCompleteCache fills a cache from a list, which shows the state of the server's cache and the identity of the store.
+func TestCompleteCache(t *testing.T) {
+	for _, tt := range []struct {
+		name         string
+		before       serverCache
+		behind, same bool
+		former       string // id of the store of the former cache
+		want         serverCache
+		store        string
+	}{
+		{"up to date", upToDate, false, true, "s", upToDate, "s"},
+		{"the list came from the store", upToDate, true, true, "s", behind, "s"},
+		{"no longer behind", behind, false, true, "s", upToDate, "s"},
+		{"only an event ends a stale watch", stale, false, true, "s", stale, "s"},
+		{"stale, and the list came from the store", stale, true, true, "s", stale, "s"},
+		{"other Nodes", upToDate, false, false, "s", upToDate, "uid"},
+		{"no store was known", upToDate, false, true, "", upToDate, "uid"},
+	} {
+		old := &nodeCache{server: tt.before, store: subnet.StoreID{ID: tt.former, Revision: 3}}
+		c := old.successor()
+		c.complete("n1", listing{wire.ListMeta{Revision: 7}, tt.behind}, &ownNode{uid: "uid"}, old, tt.same)
+		if want := (subnet.StoreID{ID: tt.store, Revision: 7}); c.server != tt.want || c.store != want || c.standing != current || c.own != "n1" {
+			t.Errorf("%s: %+v, want server %d, store %v", tt.name, c, tt.want, want)
+		}
+	}
+}
+
+// TestIsNode tells a Node from a later one with its name, by the uid, or by the age if the uid is not known.
+func TestIsNode(t *testing.T) {
+	n := &wire.Node{UID: []byte("u"), Created: 5}
+	for _, tt := range []struct {
+		e    entry
+		want bool
+	}{
+		{entry{uid: "u", order: 5}, true}, {entry{uid: "other", order: 5}, false}, {entry{uid: "u", order: 4}, true},
+		{entry{order: 5}, true}, {entry{order: 4}, false},
+	} {
+		if got := tt.e.isNode(n); got != tt.want {
+			t.Errorf("%+v is the Node: %v, want %v", tt.e, got, tt.want)
+		}
+	}
+}
