@@ -77,6 +77,8 @@ func TestDiagnosis(t *testing.T) {
 		{"a router answers TCP", devices, passes{true, 0, syscall.EHOSTUNREACH, true}, Tunnel, 0, "its end of the network does not"},
 		{"TCP but no pings", devices, passes{true, 0, syscall.ECONNREFUSED, true}, "", 0, "10.0.1.0 answers TCP but no pings"},
 		{"small packets", devices, passes{true, 1300, syscall.ECONNREFUSED, true}, MTU, 1300, "packets of up to 1300 bytes pass, those of 1450 bytes do not"},
+		{"small packets, without devices", Network{MTU: 1450}, passes{true, 1300, syscall.ECONNREFUSED, true}, MTU, 1300, "packets of up to 1300 bytes pass"},
+		{"a TCP connection but no pings", devices, passes{true, 0, nil, true}, "", 0, "10.0.1.0 answers TCP but no pings"},
 		{"small packets, on a path known for it", narrow, passes{true, 1300, syscall.ECONNREFUSED, true}, "", 0, ""},
 		{"less than the path is known for", wide, passes{true, 1300, syscall.ECONNREFUSED, true}, MTU, 1300, "those of 1450 bytes do not"},
 		{"pings but no TCP", devices, passes{true, 1450, silence, true}, Checksum, 0, "pings pass, TCP does not"},
