@@ -50,8 +50,8 @@ func (c *cluster) expectSysdump(archive string) {
 		}
 	}
 
-	token := alive.run("sh", "-c", "cat /proc/$(pgrep -o -x flanneld)/root/var/run/secrets/kubernetes.io/serviceaccount/token")
-	if found := run("sh", "-c", `grep -rlF -e "$0" `+folder+" || true", strings.TrimSpace(token)); found != "" || len(token) < 100 {
-		c.t.Errorf("the token %.20s... is in %s", token, found)
+	// A token of a service account is a JWT, whose first two parts are JSON objects in base64.
+	if found := run("sh", "-c", `grep -rlE 'eyJ[A-Za-z0-9_-]{16,}[.]eyJ' `+folder+" || true"); found != "" {
+		c.t.Errorf("a token is in %s", found)
 	}
 }
