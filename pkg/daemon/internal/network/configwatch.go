@@ -30,8 +30,8 @@ type configWatch struct {
 	mu      sync.Mutex
 	used    *subnet.Config // nil before the first one
 	state   storedState
-	stored  subnet.Config  // while state is valid or failed
-	gaveUp  bool           // the last valid configuration had failed before it became missing or invalid
+	stored  subnet.Config  // while state is valid
+	gaveUp  bool           // the last valid configuration was tried and did not start: another attempt would disturb the traffic again
 	refused string         // why the configuration in the store cannot be used; "" if it can
 	warned  []string       // the warnings that were logged last
 	changed wait.Broadcast // sent when the result of next may change
@@ -39,10 +39,8 @@ type configWatch struct {
 
 // storedState is the state of the configuration in the store.
 //
-//	unknown --> missing <--> invalid <--> valid --> failed
-//
-// Each text in the store leads to missing, invalid or valid. A valid configuration may be in use, or wanted and
-// refused for now: see configWatch.refused.
+// Each text in the store leads to missing, invalid or valid. A valid configuration may be in use, or wanted, or refused
+// for now, or given up: see configWatch.
 type storedState int
 
 const (
@@ -50,7 +48,6 @@ const (
 	missing             // the store has none
 	invalid             // it cannot be read, or no network could use it
 	valid
-	failed // it was valid, was tried and did not start: another attempt would disturb the traffic again
 )
 
 func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, error), warn func(reason, message string)) *configWatch {
@@ -69,7 +66,7 @@ func (w *configWatch) use(cfg subnet.Config) {
 func (w *configWatch) next() (cfg *subnet.Config, changed <-chan struct{}) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.state != failed && len(w.differs()) > 0 {
+	if !w.gaveUp && len(w.differs()) > 0 {
 		cfg = new(w.used.Toward(w.stored))
 	}
 	return cfg, w.changed.Changed()
@@ -77,7 +74,7 @@ func (w *configWatch) next() (cfg *subnet.Config, changed <-chan struct{}) {
 
 // differs returns the changes from the configuration in use to the one in the store. The caller holds w.mu.
 func (w *configWatch) differs() []string {
-	if w.used == nil || w.state < valid {
+	if w.used == nil || w.state != valid {
 		return nil
 	}
 	return subnet.Changes(w.used.Goal(), w.stored)
@@ -87,11 +84,9 @@ func (w *configWatch) differs() []string {
 // The caller holds w.mu.
 func (w *configWatch) set(change func()) {
 	before := w.differs()
-	gaveUp := w.state == failed || w.gaveUp
 	change()
-	w.gaveUp = gaveUp && w.state < valid
 	now := w.differs()
-	if w.state >= valid && len(now) == 0 {
+	if w.state == valid && len(now) == 0 {
 		w.refused = ""
 	}
 	if !slices.Equal(before, now) {
@@ -150,6 +145,7 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 			w.state = invalid
 		case news:
 			w.state = valid
+			w.gaveUp = false
 			w.refused = ""
 			w.stored = cfg
 		default:
@@ -206,7 +202,7 @@ func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why er
 			w.stored = cfg
 		}
 		if w.stores(cfg) && !w.follow {
-			w.state = failed // there is no other attempt, and no reason to exit either
+			w.gaveUp = true // there is no other attempt, and no reason to exit either
 		}
 	})
 	if w.stores(cfg) {
@@ -221,14 +217,14 @@ func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) 
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.stores(cfg) {
-		w.state = failed
+		w.gaveUp = true
 		w.logRefusal(ctx, why)
 	}
 }
 
 // stores reports whether the store has cfg, or cfg is a step toward what it has. The caller holds w.mu.
 func (w *configWatch) stores(cfg subnet.Config) bool {
-	return w.state >= valid && (len(subnet.Changes(w.stored, cfg.Goal())) == 0 ||
+	return w.state == valid && (len(subnet.Changes(w.stored, cfg.Goal())) == 0 ||
 		w.used != nil && len(subnet.Changes(w.used.Toward(w.stored), cfg)) == 0)
 }
 
@@ -236,7 +232,7 @@ func (w *configWatch) stores(cfg subnet.Config) bool {
 func (w *configWatch) hasGivenUp() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.state == failed || w.gaveUp
+	return w.gaveUp
 }
 
 // recordRefusal records why the configuration in the store cannot be used. The caller has logged it.
