@@ -23,7 +23,7 @@ func TestChanges(t *testing.T) {
 		{"keys given several times", `{"Backend":{"Type":"udp"},"Network":"10.5.0.0/16","backend":{"Type":"wireguard","psk":"tuna","LISTENPORT":1,"PSK":"swordfish","ListenPort":51820}}`, ""},
 		{"network", strings.Replace(used, "10.5.", "10.6.", 1), "IPv4 network 10.5.0.0/16 -> 10.6.0.0/16"},
 		{"subnet length", strings.Replace(used, "{", `{"SubnetLen":25,`, 1), "IPv4 subnets 10.5.1.0/24 to 10.5.255.0/24 -> 10.5.0.128/25 to 10.5.255.128/25"},
-		{"subnets that nobody can get", strings.Replace(used, "{", `{"SubnetLen":31,`, 1), "IPv4 subnets 10.5.1.0/24 to 10.5.255.0/24 -> no subnets to assign"},
+		{"subnets that no host can get", strings.Replace(used, "{", `{"SubnetLen":31,`, 1), "IPv4 subnets 10.5.1.0/24 to 10.5.255.0/24 -> no subnets to assign"},
 		{"a word", strings.Replace(used, `"PSK"`, `"Mode":"auto","PSK"`, 1), "Backend.Mode default -> auto"},
 		{"secret", strings.Replace(used, "swordfish", "tuna", 1), "Backend.PSK"},
 		{"secret removed", strings.Replace(used, `"PSK":"swordfish",`, "", 1), "Backend.PSK"},

@@ -30,8 +30,13 @@ const checkAtOnce = 32
 type verdict struct {
 	Subnet   netip.Prefix `json:"subnet"`
 	PublicIP netip.Addr   `json:"publicIP"`
-	OK       bool         `json:"ok"`
-	RTT      float64      `json:"rttMilliseconds,omitempty"`
+	outcome
+}
+
+// outcome is what passes on a path.
+type outcome struct {
+	OK  bool    `json:"ok"`
+	RTT float64 `json:"rttMilliseconds,omitempty"`
 	// Broken is the part of the path that does not work: underlay, network, mtu or
 	// checksum, or the cause that was found on this host, such as refused or forwarding. It is empty
 	// if OK is true, or if the check cannot tell whether a part is broken.
@@ -41,11 +46,18 @@ type verdict struct {
 	Advice  string `json:"advice,omitempty"`
 }
 
-func (v verdict) result() string {
-	if v.OK {
+func (o outcome) result() string {
+	if o.OK {
 		return "ok"
 	}
-	return cmp.Or(v.Broken, "unknown")
+	return cmp.Or(o.Broken, "unknown")
+}
+
+func (o outcome) rtt() string {
+	if o.RTT == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%.2f ms", o.RTT)
 }
 
 func newCheckCommand() *cobra.Command {
@@ -162,11 +174,7 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output)
 	err := out.print(cmd.OutOrStdout(), verdicts, func(w io.Writer) {
 		fmt.Fprintln(w, "SUBNET\tPUBLIC IP\tRESULT\tRTT\tADVICE")
 		for _, v := range verdicts {
-			rtt := "-"
-			if v.RTT > 0 {
-				rtt = fmt.Sprintf("%.2f ms", v.RTT)
-			}
-			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", v.Subnet, v.PublicIP, v.result(), rtt, v.Advice)
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", v.Subnet, v.PublicIP, v.result(), v.rtt(), v.Advice)
 		}
 	})
 
@@ -200,7 +208,7 @@ func (v verdict) because(findings []doctor.Finding) verdict {
 	i := slices.IndexFunc(findings, func(f doctor.Finding) bool { return f.Concerns(v.Subnet) })
 	if i >= 0 && v.Broken != string(paths.Underlay) {
 		f := findings[i]
-		v = verdict{Subnet: v.Subnet, PublicIP: v.PublicIP, Broken: f.Word, Advice: f.Problem + "; fix: " + f.Fix}
+		v.outcome = outcome{Broken: f.Word, Advice: f.Problem + "; fix: " + f.Fix}
 	}
 	return v
 }
@@ -223,15 +231,17 @@ func pathsOf(r status.Report) paths.Network {
 }
 
 // verdictOf converts a verdict of package paths to the form that the command prints.
-func verdictOf(v paths.Verdict) verdict {
-	out := verdict{Subnet: v.Subnet, PublicIP: v.PublicIP, OK: v.OK, Largest: v.Largest, Advice: v.Advice}
+func verdictOf(v paths.Verdict) verdict { return verdict{v.Subnet, v.PublicIP, outcomeOf(v)} }
+
+func outcomeOf(v paths.Verdict) outcome {
+	o := outcome{OK: v.OK, Largest: v.Largest, Advice: v.Advice}
 	if v.Broken != paths.Unknown {
-		out.Broken = string(v.Broken)
+		o.Broken = string(v.Broken)
 	}
 	if v.OK {
-		out.RTT = float64(v.RTT) / float64(time.Millisecond)
+		o.RTT = float64(v.RTT) / float64(time.Millisecond)
 	}
-	return out
+	return o
 }
 
 func sortBySubnet(verdicts []verdict) {

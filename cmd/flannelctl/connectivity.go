@@ -16,18 +16,18 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/report/mesh"
 	"github.com/flanneld/flanneld/pkg/report/status"
-	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 
 // connectivityFlags are the flags of connectivity test.
 type connectivityFlags struct {
-	store                      storeFlags
-	namespace, selector, image string
-	timeout                    time.Duration
+	clusterFlags
+	store storeFlags
+	image string
 }
 
 // The roles of the pods.
@@ -53,22 +53,18 @@ func newConnectivityCommand(h host) *cobra.Command {
 		Long: `Creates pods on every Node on which flanneld runs, beside flanneld's pods and from the same
 image, in the network of pods. Each sends small and full-size packets to its gateway and to
 all others, and connects to a Service. A row of the matrix is what one of them reaches.
-At the end all is deleted. You need the rights to list, create and deletecollection pods, to
+At the end all is deleted; after a kill, kubectl delete pods,services -l
+app=flannel-connectivity does that. You need the rights to list, create and deletecollection pods, to
 get pods/log, and to create and delete services, in the namespace of flanneld's pods. The
 exit code is 1 if a path is broken, and 2 if nothing can be tested.`,
 		Example: "  flannelctl connectivity test\n  flannelctl connectivity test --context production -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			switch {
-			case !isNamespace(f.namespace):
-				return fmt.Errorf("--namespace %q is invalid: expected a name such as kube-flannel", subnet.Shorten(f.namespace))
-			case !isSelector(f.selector):
-				return fmt.Errorf("--selector %q is invalid: expected labels such as app=flannel", subnet.Shorten(f.selector))
-			case f.timeout <= 0:
-				return fmt.Errorf("--timeout %s is invalid: expected a time above zero", f.timeout)
+			if err := f.check(); err != nil {
+				return err
 			}
 			c, err := f.test(cmd.Context())
 			if err != nil {
-				return cmp.Or(cmd.Context().Err(), err)
+				return err
 			}
 			return c.print(cmd.OutOrStdout(), out)
 		},
@@ -76,10 +72,8 @@ exit code is 1 if a path is broken, and 2 if nothing can be tested.`,
 
 	f.store.addKubeTo(test)
 	out.addTo(test)
-	test.Flags().StringVar(&f.namespace, "namespace", "kube-flannel", "namespace of flanneld's pods")
-	test.Flags().StringVar(&f.selector, "selector", "app=flannel", "label of flanneld's pods")
+	f.addTo(test, time.Minute, "time that pods may take to start")
 	test.Flags().StringVar(&f.image, "image", "", "image of the pods (default that of flanneld's pods)")
-	test.Flags().DurationVar(&f.timeout, "timeout", time.Minute, "time that pods may take to start")
 
 	cmd := &cobra.Command{Use: "connectivity", Short: "Test the network of pods in Kubernetes", Example: test.Example}
 	cmd.AddCommand(test)
@@ -110,12 +104,12 @@ func (f *connectivityFlags) test(ctx context.Context) (c connectivity, err error
 	}
 	t, err := kube.NewTestPods(ctx, o.kubeConfig(), f.namespace, f.selector, f.image)
 	if err != nil {
-		return c, fmt.Errorf("%w: %w", errCannotAsk, err)
+		return c, interrupted(ctx, fmt.Errorf("%w: %w", errCannotAsk, err))
 	}
 	defer func() {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), podTimeout)
+		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), podTimeout)
 		defer cancel()
-		err = errors.Join(err, t.Close(ctx))
+		err = oneline.Join(interrupted(ctx, err), t.Close(closing))
 	}()
 
 	addrs, err := t.AddService(ctx, targetRole, servicePort)

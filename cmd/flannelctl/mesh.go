@@ -6,13 +6,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"regexp"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/flanneld/flanneld/pkg/report/mesh"
-	"github.com/flanneld/flanneld/subnet"
 )
 
 func newMeshCommand(h host) *cobra.Command {
@@ -58,40 +56,15 @@ a path is broken or no host has answered.`,
 // addTo adds the flags about the question to all hosts.
 func (f *meshFlags) addTo(cmd *cobra.Command) {
 	cmd.Flags().Uint16Var(&f.port, "statusz-port", 8287, "port of the daemons' --statusz-address")
-	cmd.Flags().DurationVar(&f.timeout, "timeout", 5*time.Second, "time that a host may take to begin its answer, and again to send it")
-	cmd.Flags().StringVar(&f.namespace, "namespace", "kube-flannel", "namespace of flanneld's pods, on Kubernetes")
-	cmd.Flags().StringVar(&f.selector, "selector", "app=flannel", "label of flanneld's pods, on Kubernetes")
+	f.clusterFlags.addTo(cmd, 5*time.Second, "time that a host may take to begin its answer, and again to send it")
 }
 
 // check returns an error for an invalid value of a flag of addTo.
 func (f *meshFlags) check() error {
-	switch {
-	case f.port == 0:
+	if f.port == 0 {
 		return errors.New("--statusz-port 0 is invalid: expected a port from 1 to 65535")
-	case f.timeout <= 0:
-		return fmt.Errorf("--timeout %s is invalid: expected a time above zero", f.timeout)
-	case !isNamespace(f.namespace):
-		return fmt.Errorf("--namespace %q is invalid: expected a name such as kube-flannel", subnet.Shorten(f.namespace))
-	case !isSelector(f.selector):
-		return fmt.Errorf("--selector %q is invalid: expected labels such as app=flannel", subnet.Shorten(f.selector))
 	}
-	return nil
-}
-
-// isNamespace reports whether text may be the name of a namespace of Kubernetes.
-func isNamespace(text string) bool {
-	return regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`).MatchString(text)
-}
-
-// isSelector reports whether text may select pods by labels. It refuses an empty text, which would
-// select all pods.
-func isSelector(text string) bool {
-	const (
-		key   = `[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?`
-		value = `[-A-Za-z0-9_.]*`
-		one   = `\s*(!\s*` + key + `|` + key + `(\s*(=|==|!=)\s*` + value + `|\s+(in|notin)\s*\(\s*` + value + `(\s*,\s*` + value + `)*\s*\))?)\s*`
-	)
-	return regexp.MustCompile(`^` + one + `(,` + one + `)*$`).MatchString(text)
+	return f.clusterFlags.check()
 }
 
 // ask asks all hosts once.

@@ -36,12 +36,10 @@ const (
 
 // meshFlags are the flags of flannelctl mesh.
 type meshFlags struct {
-	store     storeFlags
-	port      uint16
-	timeout   time.Duration
-	interval  time.Duration
-	namespace string
-	selector  string
+	clusterFlags
+	store    storeFlags
+	port     uint16
+	interval time.Duration
 }
 
 // cluster contains the hosts that have a lease, and the way to ask them for their status.

@@ -64,6 +64,14 @@ const podTimeout = 30 * time.Second
 // errCannotAsk makes the exit code 2: nothing is known about the network.
 var errCannotAsk = errors.New("cannot check from a pod")
 
+// interrupted returns the end of ctx in place of an error that it may have caused.
+func interrupted(ctx context.Context, err error) error {
+	if err == nil {
+		return nil
+	}
+	return cmp.Or(ctx.Err(), err)
+}
+
 // pod is a process in a network namespace of its own, which CNI plugins attach.
 type pod struct {
 	// namespace keeps the namespace until the plugins have removed its interfaces, even if the process has ended. The
@@ -242,8 +250,6 @@ type leg struct {
 	settled bool         // nothing is sent
 }
 
-func (l leg) result() string { return verdict{OK: l.OK, Broken: l.Broken}.result() }
-
 // podCheck is a check from a pod.
 type podCheck struct {
 	report   status.Report
@@ -258,7 +264,7 @@ func checkPod(cmd *cobra.Command, r status.Report, only []netip.Prefix, targets 
 	if err != nil {
 		return err
 	}
-	defer func() { err = oneline.Join(err, p.end(ctx)) }()
+	defer func() { err = oneline.Join(interrupted(ctx, err), p.end(ctx)) }()
 
 	attached, err := p.attach(ctx)
 	c := podCheck{report: r, findings: examine(ctx, []status.Report{r}, nil)}
@@ -278,7 +284,7 @@ func checkPod(cmd *cobra.Command, r status.Report, only []netip.Prefix, targets 
 
 	results, err := p.probe(all)
 	if err != nil {
-		return cmp.Or(ctx.Err(), err)
+		return err
 	}
 	answers := map[string]reach{}
 	for _, a := range results {
@@ -307,7 +313,7 @@ func (c *podCheck) plan(attached map[prefix.Family]attachment, only []netip.Pref
 		l := leg{From: a.own, Half: toGateway, reach: reach{To: a.gateway.String()}}
 		if !ok || !s.Contains(a.own) {
 			l.settled = true
-			l.reach = reach{To: s.String(), Broken: "address", Advice: fmt.Sprintf("the CNI configuration gives a pod no address of %s", s)}
+			l.reach = reach{s.String(), outcome{Broken: "address", Advice: fmt.Sprintf("the CNI configuration gives a pod no address of %s", s)}}
 		}
 		c.legs = append(c.legs, l)
 	}
@@ -403,7 +409,7 @@ func (c *podCheck) blameBridge(l *leg) {
 // blameOutside names the cause why packets pass the gateway and not the rest of the way. end is the answer of the
 // peer's address in the network, if it has one besides the bridge.
 func (c *podCheck) blameOutside(ctx context.Context, l *leg, end reach) {
-	v := verdict{Subnet: l.subnet, Broken: l.Broken, Largest: l.Largest, Advice: l.Advice}
+	v := verdict{Subnet: l.subnet, outcome: l.outcome}
 	switch {
 	case l.settled, l.Half == toTarget: // only doctor may know the cause
 	case end.OK && l.Broken == string(paths.Tunnel):
@@ -421,7 +427,7 @@ func (c *podCheck) blameOutside(ctx context.Context, l *leg, end reach) {
 	if l.subnet.IsValid() {
 		v = v.because(c.findings)
 	}
-	l.Broken, l.Largest, l.Advice = v.Broken, v.Largest, v.Advice
+	l.outcome = v.outcome
 }
 
 // print shows the legs, and returns an error that names the half of the way that is broken, if one is.
@@ -429,15 +435,11 @@ func (c *podCheck) print(w io.Writer, out output) error {
 	err := out.print(w, c.legs, func(w io.Writer) {
 		fmt.Fprintln(w, "POD\tTO\tHALF\tRESULT\tRTT\tADVICE")
 		for _, l := range c.legs {
-			rtt := "-"
-			if l.OK && l.RTT > 0 {
-				rtt = fmt.Sprintf("%.2f ms", l.RTT)
-			}
 			from := "-"
 			if l.From.IsValid() {
 				from = l.From.String()
 			}
-			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", from, l.To, l.Half, l.result(), rtt, l.Advice)
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", from, l.To, l.Half, l.result(), l.rtt(), l.Advice)
 		}
 	})
 	if err != nil {

@@ -11,8 +11,6 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"sync"
-	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
@@ -24,12 +22,8 @@ import (
 
 // reach is what passes from a pod to a target.
 type reach struct {
-	To      string  `json:"to"`
-	OK      bool    `json:"ok"`
-	RTT     float64 `json:"rttMilliseconds,omitempty"`
-	Broken  string  `json:"broken,omitempty"`
-	Largest int     `json:"largest,omitempty"`
-	Advice  string  `json:"advice,omitempty"`
+	To string `json:"to"`
+	outcome
 }
 
 // newProbeCommand returns the program of the pods of check --pod and of connectivity test.
@@ -134,19 +128,12 @@ func probe(cmd *cobra.Command, targets []paths.Target) ([]reach, error) {
 	pinger := ping.NewPinger()
 	defer pinger.Close()
 
-	var mu sync.Mutex
 	results := make([]reach, len(targets))
 	group, ctx := errgroup.WithContext(cmd.Context())
 	group.SetLimit(checkAtOnce)
 	for i, t := range targets {
 		group.Go(func() error {
-			v := paths.Reach(ctx, pinger, t, eth0.MTU)
-			mu.Lock()
-			defer mu.Unlock()
-			results[i] = reach{
-				To: t.String(), OK: v.OK, RTT: float64(v.RTT) / float64(time.Millisecond),
-				Broken: string(v.Broken), Largest: v.Largest, Advice: v.Advice,
-			}
+			results[i] = reach{t.String(), outcomeOf(paths.Reach(ctx, pinger, t, eth0.MTU))}
 			return ctx.Err()
 		})
 	}

@@ -28,9 +28,9 @@ const maxFiles = 16 * maxPart
 
 // dumpFlags are the flags of sysdump cluster.
 type dumpFlags struct {
-	store                     storeFlags
-	file, namespace, selector string
-	timeout                   time.Duration
+	clusterFlags
+	store storeFlags
+	file  string
 }
 
 func newClusterDumpCommand(h host) *cobra.Command {
@@ -45,13 +45,8 @@ nodes; events in the namespace default; in that of flanneld's pods to list pods,
 events, to get pods/log, and to get and create pods/exec. Secrets are taken out as in the archive of a host.`,
 		Example: "  flannelctl sysdump cluster\n  flannelctl sysdump cluster --context=production --file=/tmp/production.tar.gz",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			switch {
-			case !isNamespace(f.namespace):
-				return fmt.Errorf("--namespace %q is invalid: expected a name such as kube-flannel", subnet.Shorten(f.namespace))
-			case !isSelector(f.selector):
-				return fmt.Errorf("--selector %q is invalid: expected labels such as app=flannel", subnet.Shorten(f.selector))
-			case f.timeout <= 0:
-				return fmt.Errorf("--timeout %s is invalid: expected a time above zero", f.timeout)
+			if err := f.check(); err != nil {
+				return err
 			}
 			return f.dump(cmd)
 		},
@@ -59,9 +54,7 @@ events, to get pods/log, and to get and create pods/exec. Secrets are taken out 
 
 	f.store.addKubeTo(cmd)
 	cmd.Flags().StringVar(&f.file, "file", "", "path of the archive, - for standard output (default flannel-sysdump-cluster-TIME.tar.gz)")
-	cmd.Flags().StringVar(&f.namespace, "namespace", "kube-flannel", "namespace of flanneld's pods")
-	cmd.Flags().StringVar(&f.selector, "selector", "app=flannel", "label of flanneld's DaemonSet, ConfigMap and pods")
-	cmd.Flags().DurationVar(&f.timeout, "timeout", 2*time.Minute, "time that a pod may take")
+	f.addTo(cmd, 2*time.Minute, "time that a pod may take")
 	return cmd
 }
 

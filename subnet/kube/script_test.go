@@ -7,7 +7,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"maps"
@@ -27,70 +26,39 @@ import (
 	"time"
 
 	"github.com/go-logr/logr/funcr"
-	gocmp "github.com/google/go-cmp/cmp"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/base/scripttest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire/wiretest"
 )
 
-var update = flag.Bool("update", false, "write what the scripts print into them")
-
 // TestScripts runs the scripts in testdata. Each is the life of one host and of the API server that it asks, and
 // prints the requests and updates of Watch on lines that begin with four blanks below the command.
 // testdata/README.md lists the commands.
 func TestScripts(t *testing.T) {
-	scripts, err := filepath.Glob("testdata/*.txt")
-	if err != nil || len(scripts) == 0 {
-		t.Fatalf("no scripts: %v", err)
-	}
-	for _, path := range scripts {
-		t.Run(strings.TrimSuffix(filepath.Base(path), ".txt"), func(t *testing.T) {
-			want, err := os.ReadFile(path)
-			if err != nil {
-				t.Fatal(err)
-			}
-			var got string
-			synctest.Test(t, func(t *testing.T) { got = runScript(t, string(want)) })
-			if *update {
-				if err := os.WriteFile(path, []byte(got), 0o644); err != nil {
-					t.Fatal(err)
-				}
-			} else if diff := gocmp.Diff(string(want), got); diff != "" {
-				t.Errorf("the host does something else (-script +host):\n%s", diff)
-			}
-		})
-	}
+	scripttest.Run(t, func(t *testing.T, script string) (played string) {
+		synctest.Test(t, func(t *testing.T) { played = runScript(t, script) })
+		return played
+	})
 }
 
-func runScript(t *testing.T, script string) (out string) {
+func runScript(t *testing.T, script string) string {
 	s := &scriptedHost{T: t, start: time.Now(), nodes: map[string]*corev1.Node{}, config: filepath.Join(t.TempDir(), "net-conf.json")}
 	s.write(`{"Network":"10.5.0.0/16"}`)
 	defer s.stop()
-	for text := range strings.Lines(script) {
-		if strings.HasPrefix(text, "    ") {
-			continue
-		}
-		s.mu.Lock()
-		s.out = append(s.out, line{text: text})
-		s.mu.Unlock()
-		if words := strings.Fields(text); len(words) > 0 && words[0] != "#" {
-			s.command(words[0], words[1:])
-		}
-	}
+	s.Play(script, s.command)
 	s.stop()
-	for _, l := range s.out {
-		out += l.text
-	}
-	return out
+	return s.String()
 }
 
 // scriptedHost is one host, and an API server whose only requests are those of the host.
 type scriptedHost struct {
 	*testing.T
+	scripttest.Transcript
 	start  time.Time
 	config string // path of the configuration
 
@@ -98,9 +66,6 @@ type scriptedHost struct {
 	name   string
 	ledger subnet.Ledger // survives restarts
 	end    func()        // ends Watch, and waits for its end; nil if the host is stopped
-
-	mu  sync.Mutex
-	out []line
 
 	// The server.
 	store    sync.Mutex // locked while the fields below are used
@@ -135,24 +100,9 @@ type answer struct {
 // watcher is a watch that the server has accepted.
 type watcher struct{ send chan []byte }
 
-// did prints what the host does. Goroutines of the host do several things at one moment, in any order:
-// requests come last, sorted.
+// did prints what the host does, its requests last.
 func (s *scriptedHost) did(request bool, format string, args ...any) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	l := line{fmt.Sprintf("    %-8s %s\n", time.Since(s.start).Round(time.Millisecond), fmt.Sprintf(format, args...)), time.Since(s.start), request}
-	i := len(s.out)
-	for ; i > 0 && s.out[i-1].request && s.out[i-1].at == l.at && (!request || l.text < s.out[i-1].text); i-- {
-		continue
-	}
-	s.out = slices.Insert(s.out, i, l)
-}
-
-// line is a line of the script. at and request belong to what the host does.
-type line struct {
-	text    string
-	at      time.Duration
-	request bool
+	s.Did(time.Since(s.start), request, fmt.Sprintf(format, args...))
 }
 
 // command lets the host or the server do something, and waits until nothing more happens at that moment.

@@ -4,66 +4,37 @@ package discovery
 
 import (
 	"encoding/json"
-	"flag"
 	"fmt"
 	"maps"
 	"net"
 	"net/netip"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
 	"github.com/flanneld/flanneld/pkg/base/endpoint"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/scripttest"
 	"github.com/flanneld/flanneld/subnet"
 )
-
-var update = flag.Bool("update", false, "write what the scripts print into them")
 
 // TestScripts runs the scripts in testdata. Each is the life of one host, and prints what its Discovery
 // decides, on lines that begin with four blanks below the command. testdata/README.md lists the commands.
 func TestScripts(t *testing.T) {
-	scripts, err := filepath.Glob("testdata/*.txt")
-	if err != nil || len(scripts) == 0 {
-		t.Fatalf("no scripts: %v", err)
-	}
-	for _, path := range scripts {
-		t.Run(strings.TrimSuffix(filepath.Base(path), ".txt"), func(t *testing.T) {
-			want, err := os.ReadFile(path)
-			if err != nil {
-				t.Fatal(err)
-			}
-			s := script{T: t, wall: time.Unix(1_000_000_000, 0), peers: map[string]*scripted{}, leases: map[string]*subnet.Lease{}, dns: map[string][]netip.Addr{}, answers: map[string][]netip.Addr{}}
-			for line := range strings.Lines(string(want)) {
-				if strings.HasPrefix(line, "    ") {
-					continue
-				}
-				s.out.WriteString(line)
-				if words := strings.Fields(line); len(words) > 0 && words[0] != "#" {
-					s.command(words[0], words[1:])
-				}
-			}
-			if got := s.out.String(); *update {
-				if err := os.WriteFile(path, []byte(got), 0o644); err != nil {
-					t.Fatal(err)
-				}
-			} else if diff := cmp.Diff(string(want), got); diff != "" {
-				t.Errorf("the host decides something else (-script +host):\n%s", diff)
-			}
-		})
-	}
+	scripttest.Run(t, func(t *testing.T, text string) string {
+		s := script{T: t, wall: time.Unix(1_000_000_000, 0), peers: map[string]*scripted{}, leases: map[string]*subnet.Lease{}, dns: map[string][]netip.Addr{}, answers: map[string][]netip.Addr{}}
+		s.Play(text, s.command)
+		return s.String()
+	})
 }
 
 // script is a host with one device, which sends to both families, and what is around it.
 type script struct {
 	*testing.T
-	out strings.Builder
+	scripttest.Transcript
 
 	config Config
 	host   *Discovery
@@ -101,7 +72,7 @@ type scripted struct {
 func keyOf(name string) wgtypes.Key { return wgtypes.Key{name[0]} }
 
 func (s *script) printf(format string, args ...any) {
-	fmt.Fprintf(&s.out, "    %-8s %s\n", s.steady, fmt.Sprintf(format, args...))
+	s.Did(s.steady, false, fmt.Sprintf(format, args...))
 }
 
 func (s *script) command(name string, args []string) {

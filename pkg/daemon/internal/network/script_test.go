@@ -7,7 +7,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
 	"net/netip"
 	"os"
@@ -21,11 +20,11 @@ import (
 	"time"
 
 	"github.com/go-logr/logr/funcr"
-	gocmp "github.com/google/go-cmp/cmp"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/scripttest"
 	"github.com/flanneld/flanneld/pkg/base/tune"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
@@ -42,61 +41,30 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-var update = flag.Bool("update", false, "write what the scripts print into them")
-
 // TestScripts runs the scripts in testdata. Each is the life of one network on one host, and prints its phases and
 // what it does on lines that begin with four blanks below the command. testdata/README.md lists the commands.
 func TestScripts(t *testing.T) {
-	scripts, err := filepath.Glob("testdata/*.txt")
-	if err != nil || len(scripts) == 0 {
-		t.Fatalf("no scripts: %v", err)
-	}
-	for _, path := range scripts {
-		t.Run(strings.TrimSuffix(filepath.Base(path), ".txt"), func(t *testing.T) {
-			want, err := os.ReadFile(path)
-			if err != nil {
-				t.Fatal(err)
-			}
-			var got string
-			synctest.Test(t, func(t *testing.T) { got = runScript(t, string(want)) })
-			if *update {
-				if err := os.WriteFile(path, []byte(got), 0o644); err != nil {
-					t.Fatal(err)
-				}
-			} else if diff := gocmp.Diff(string(want), got); diff != "" {
-				t.Errorf("the network does something else (-script +network):\n%s", diff)
-			}
-		})
-	}
+	scripttest.Run(t, func(t *testing.T, script string) (played string) {
+		synctest.Test(t, func(t *testing.T) { played = runScript(t, script) })
+		return played
+	})
 }
 
-func runScript(t *testing.T, script string) (out string) {
+func runScript(t *testing.T, script string) string {
 	s := &scriptedHost{
 		T: t, start: time.Now(), dir: t.TempDir(), store: subnettest.NewStore(), kernel: dataplanetest.New(),
 		uplink: link(1500, "192.0.2.1"), uplinkIsThere: true, failing: map[string]bool{},
 	}
 	defer s.stop()
-	for text := range strings.Lines(script) {
-		if strings.HasPrefix(text, "    ") {
-			continue
-		}
-		s.mu.Lock()
-		s.out = append(s.out, line{text: text})
-		s.mu.Unlock()
-		if words := strings.Fields(text); len(words) > 0 && words[0] != "#" {
-			s.command(words[0], words[1:])
-		}
-	}
+	s.Play(script, s.command)
 	s.stop()
-	for _, l := range s.out {
-		out += l.text
-	}
-	return out
+	return s.String()
 }
 
 // scriptedHost is a host with one network, and the store.
 type scriptedHost struct {
 	*testing.T
+	scripttest.Transcript
 	start   time.Time
 	dir     string
 	store   *subnettest.Store
@@ -105,7 +73,6 @@ type scriptedHost struct {
 	end     func() // ends the network, and waits for that; nil while it does not run
 
 	mu            sync.Mutex
-	out           []line
 	uplink        underlay.Interface
 	uplinkIsThere bool
 	moved         wait.Broadcast  // sent when the uplink changes
@@ -115,26 +82,10 @@ type scriptedHost struct {
 	failing       map[string]bool // types of backends that do not start
 }
 
-// did prints what the network does. Goroutines of the network do several things at one moment, in any order:
-// effects come last, sorted.
+// did prints what the network does, its effects last.
 func (s *scriptedHost) did(format string, args ...any) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	at := time.Since(s.start)
 	what := fmt.Sprintf(format, args...)
-	l := line{fmt.Sprintf("    %-8s %s\n", at.Round(time.Millisecond), what), at, slices.ContainsFunc(effects, func(e string) bool { return strings.Contains(what, e) })}
-	i := len(s.out)
-	for ; i > 0 && s.out[i-1].effect && s.out[i-1].at == at && (!l.effect || l.text < s.out[i-1].text); i-- {
-		continue
-	}
-	s.out = slices.Insert(s.out, i, l)
-}
-
-// line is a line of the script. at and effect belong to what the network does.
-type line struct {
-	text   string
-	at     time.Duration
-	effect bool
+	s.Did(time.Since(s.start), slices.ContainsFunc(effects, func(e string) bool { return strings.Contains(what, e) }), what)
 }
 
 // effects are parts of lines about what follows from others of the same moment.
