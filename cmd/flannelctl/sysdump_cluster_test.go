@@ -132,7 +132,7 @@ func TestSysdumpCluster(t *testing.T) {
 	for i, want := range []string{
 		file, "incomplete: cluster/events-of-nodes.json: you need the right to list events: ", "incomplete: hangs: no answer within 2s",
 		"incomplete: waits: the pod pod-waits does not run: it is Pending", `incomplete: escapes: its archive has the file "folder/../../etc/passwd"`,
-		"incomplete: old: no such file: text of the failure", "incomplete: ends: the connection to the pod has ended early",
+		"incomplete: old: no such file: text of the failure", "incomplete: ends: the connection to the pod has ended before the command",
 		"incomplete: refused1, refused2: you need the rights to get and create pods/exec in namespace kube-flannel: ",
 	} {
 		if i >= len(lines) || !strings.HasPrefix(lines[i], want) {

@@ -10,7 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"math/rand/v2"
 	"net"
 	"net/http"
@@ -174,31 +173,32 @@ type request struct {
 	accept  string
 	content string // type of body
 	body    []byte
-	header  http.Header // others than those above
 	// compressed lets the server compress the answer with gzip. It is for large answers only: a
 	// watch would come in blocks.
 	compressed bool
+}
+
+func (c *client) url(r request) *url.URL {
+	u := c.base.JoinPath("api", "v1", r.path)
+	if r.group != "" {
+		u = c.base.JoinPath("apis", r.group, "v1", r.path)
+	}
+	u.RawQuery = r.query.Encode()
+	return u
 }
 
 // do sends a request, and returns the response if its status is below 300. The caller must close
 // its body. For another status or a failure, do returns an *apiError; see explain for the
 // exceptions.
 func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
-	u := c.base.JoinPath("api", "v1", r.path)
-	if r.group != "" {
-		u = c.base.JoinPath("apis", r.group, "v1", r.path)
-	}
-
-	u.RawQuery = r.query.Encode()
 	if r.method == "" {
 		r.method = http.MethodGet
 	}
 
-	req, err := http.NewRequestWithContext(ctx, r.method, u.String(), bytes.NewReader(r.body))
+	req, err := http.NewRequestWithContext(ctx, r.method, c.url(r).String(), bytes.NewReader(r.body))
 	if err != nil {
 		return nil, err
 	}
-	maps.Copy(req.Header, r.header)
 	req.Header.Set("Accept", r.accept)
 	if r.content != "" {
 		req.Header.Set("Content-Type", r.content)

@@ -3,36 +3,56 @@
 package kube
 
 import (
+	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
+
+	"github.com/coder/websocket"
 )
 
-// TestReadStreams checks what the frames of a server mean. The test of flannelctl sysdump cluster has a real WebSocket.
+// TestReadStreams checks what the messages of a server mean. The server closes the connection after the last one.
 func TestReadStreams(t *testing.T) {
 	const (
 		limit   = 70000
-		success = "\x82\x15\x03" + `{"status":"Success"}`
+		success = "\x03" + `{"status":"Success"}`
 	)
-	long := strings.Repeat("x", 200)
-	longer := strings.Repeat("y", 66000)
-	for _, tc := range []struct{ name, frames, output, err string }{
-		{"a message", "\x82\x03\x01ab" + success, "ab", ""},
-		{"text, a ping, and an empty message", "\x81\x03\x01ab\x89\x01z\x82\x00\x82\x03\x02no" + success, "ab", ""},
-		{"a message in three frames, with a pong in it", "\x02\x02\x01a\x00\x01b\x8a\x00\x80\x01c" + success, "abc", ""},
-		{"an outcome in two frames", "\x02\x02\x03{\x80\x13" + `"status":"Success"}`, "", ""},
-		{"long frames", "\x82\x7e\x00\xc9\x01" + long + "\x82\x7f\x00\x00\x00\x00\x00\x01\x01\xd1\x01" + longer + success, long + longer, ""},
-		{"failure", "\x82\x03\x01ab\x82\x03\x02no\x82\x25\x03" + `{"status":"Failure","message":"m\n"}`, "ab", "m : no"},
-		{"no outcome", "\x82\x02\x03x", "", "decode the outcome"},
-		{"closed", "\x82\x03\x01ab\x82\x03\x02no\x88\x00", "ab", "closed before the command ended: no"},
-		{"the end", "\x82\x03\x01ab\x82\x03", "ab", "ended early: EOF"},
-		{"too much", strings.Repeat("\x82\x7e\xff\xff\x01"+longer[:65534], 2), strings.Repeat(longer[:65534], 2)[:limit], "more than 70000 bytes"},
-		{"a huge frame", "\x82\x7f\x7f\xff\xff\xff\xff\xff\xff\xff", "", "a frame of 9223372036854775807 bytes"},
-		{"a masked frame", "\x82\x83mask\x01ab", "", "is not expected"},
-		{"a compressed frame", "\xc2\x03\x01ab", "", "is not expected"},
+	long := strings.Repeat("y", 66000)
+	for _, tc := range []struct {
+		name        string
+		messages    []string
+		output, err string
+	}{
+		{"output", []string{"\x01ab", "\x01c", success}, "abc", ""},
+		{"an empty message, errors, and an unknown stream", []string{"\x01ab", "", "\x02no", "\x07x", success}, "ab", ""},
+		{"after the outcome", []string{"\x01ab", success, "\x01c"}, "ab", ""},
+		{"failure", []string{"\x01ab", "\x02no", "\x03" + `{"status":"Failure","message":"m\n"}`}, "ab", "m : no"},
+		{"no outcome", []string{"\x03x"}, "", "decode the outcome"},
+		{"closed", []string{"\x01ab", "\x02no"}, "ab", "has ended before the command: "},
+		{"too much", []string{"\x01" + long, "\x01" + long, success}, long, "more than 70000 bytes"},
+		{"too much in one message", []string{"\x01a", "\x01" + long + long, success}, "a", "has ended before the command: "},
 	} {
-		output, err := readStreams(strings.NewReader(tc.frames), limit)
+		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			conn, err := websocket.Accept(w, r, nil)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			for _, m := range tc.messages {
+				_ = conn.Write(r.Context(), websocket.MessageBinary, []byte(m)) // the client may have ended
+			}
+			_ = conn.Close(websocket.StatusNormalClosure, "")
+		}))
+		conn, _, err := websocket.Dial(t.Context(), server.URL, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		conn.SetReadLimit(limit)
+		output, err := readStreams(t.Context(), conn, limit)
 		if string(output) != tc.output || (err == nil) != (tc.err == "") || err != nil && !strings.Contains(err.Error(), tc.err) {
 			t.Errorf("%s: %.20q of %d bytes, %v; want %.20q, %q", tc.name, output, len(output), err, tc.output, tc.err)
 		}
+		_ = conn.CloseNow()
+		server.Close()
 	}
 }
