@@ -582,7 +582,7 @@ func TestPageFlannelctl(t *testing.T) {
 	elsewhere := func(*machine, string) {} // other tests run these: on Kubernetes, and with plugins
 	followPage(t, "flannelctl.md", []*machine{m}, map[string]func(*machine, string){
 		"flannelctl leases --context": elsewhere, "flannelctl config validate": elsewhere,
-		"kubectl": elsewhere, "for pod in": elsewhere, "done": elsewhere,
+		"kubectl":                elsewhere,
 		"flannelctl check --pod": elsewhere,
 		"flannelctl check": func(m *machine, command string) {
 			if err := l.PutNetwork(testContext(t), fmt.Appendf(nil, config, "")); err != nil {
