@@ -169,7 +169,8 @@ func TestBackendPages(t *testing.T) {
 	}
 }
 
-// TestRunbooks checks that each alert links to a heading that tells what to do about it.
+// TestRunbooks checks that each alert links to a heading that tells what to do about it, and that troubleshooting.md
+// has its name.
 func TestRunbooks(t *testing.T) {
 	rules, err := os.ReadFile("../dist/prometheus/flannel-rules.yml")
 	if err != nil {
@@ -186,6 +187,9 @@ func TestRunbooks(t *testing.T) {
 		}
 		if text, ok := all["../Documentation/"+m[1]]; !ok || m[2] != "" && !anchors(text)[m[2]] {
 			t.Errorf("%s links to %s#%s, which does not exist", name, m[1], m[2])
+		}
+		if !strings.Contains(all["../Documentation/troubleshooting.md"], "`"+name+"`") {
+			t.Errorf("troubleshooting.md does not mention %s", name)
 		}
 	}
 }

@@ -19,7 +19,7 @@ var logLine = regexp.MustCompile(`(?m)^( *[IWE]\d{4} [\d:.]+ +\d+ )(\w+\.go):\d+
 // TestLogLines checks that each log line on a page names a file that logs its message. With -update it
 // writes the file and the line that do.
 func TestLogLines(t *testing.T) {
-	logged := loggedTexts(t)
+	logged := loggedTexts(t, regexp.MustCompile(`\b(Info|Error|retry)\(`), regexp.MustCompile(`"([^"]+)"`))
 	found := 0
 	for path, text := range pages(t) {
 		written := logLine.ReplaceAllStringFunc(text, func(line string) string {
@@ -48,10 +48,29 @@ func TestLogLines(t *testing.T) {
 	}
 }
 
-// loggedTexts returns the texts in the calls of loggers, each with its places as file:line.
-func loggedTexts(t *testing.T) map[string][]string {
+// errorCall matches a call that logs an error, and its message.
+var errorCall = regexp.MustCompile(`(?:\b(?:log|logger|klog\.FromContext\(ctx\))\.Error|\bretry)\([^"]+, "(\w[^"]+)"`)
+
+// TestErrorLines checks that troubleshooting.md has a part of each message that is logged as an error, which an
+// operator can search for. A part is code of at least shortest characters.
+func TestErrorLines(t *testing.T) {
+	const shortest = len("lease refused")
+	page := pages(t)["../Documentation/troubleshooting.md"]
+	parts := regexp.MustCompile("`([^`\n]+)`").FindAllStringSubmatch(page, -1)
+	logged := loggedTexts(t, errorCall, errorCall)
+	for message, places := range logged {
+		if !slices.ContainsFunc(parts, func(part []string) bool { return len(part[1]) >= shortest && strings.Contains(message, part[1]) }) {
+			t.Errorf("troubleshooting.md has no part of %q, which %v logs", message, places)
+		}
+	}
+	if len(logged) < 70 {
+		t.Errorf("%d messages found, want at least 70", len(logged))
+	}
+}
+
+// loggedTexts returns the texts in the lines with a call, each with its places as file:line.
+func loggedTexts(t *testing.T, call, literal *regexp.Regexp) map[string][]string {
 	t.Helper()
-	call, literal := regexp.MustCompile(`\b(Info|Error|retry)\(`), regexp.MustCompile(`"([^"]+)"`)
 	logged := map[string][]string{}
 	for _, root := range []string{"../cmd", "../pkg", "../backend", "../subnet"} {
 		err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {

@@ -128,7 +128,7 @@ func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink f
 	}
 	t.reset()
 	if cache.store.ID != "" && (next.store.ID != cache.store.ID || next.store.Revision < cache.store.Revision) {
-		klog.FromContext(ctx).Error(nil, "the Kubernetes API has not the store it had", "was", cache.store, "is", next.store)
+		klog.FromContext(ctx).Error(nil, "the Kubernetes API is not the store it was", "was", cache.store, "is", next.store)
 	}
 
 	for name, e := range next.entries {

@@ -308,7 +308,7 @@ func TestKubeWipedServer(t *testing.T) {
 	c.addFlannelRole()
 	pause(t, 2*time.Second)
 	c.addNode(1, nil)
-	expectLog(t, c.Host(1).Daemon(), "has not the store it had")
+	expectLog(t, c.Host(1).Daemon(), "is not the store it was")
 	pause(t, time.Second)
 	c.addNode(2, nil)
 	c.addNode(3, nil)

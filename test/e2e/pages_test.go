@@ -470,7 +470,7 @@ func TestPagesAboutAHost(t *testing.T) {
 	gone := func(m *machine, _ string) { m.run("test ! -e " + dockerDropIn) }
 	followPage(t, "operations.md", []*machine{m}, map[string]func(*machine, string){
 		"systemctl daemon-reload": gone, "FLANNEL_": shown, "I1121": shown, "E1121": shown,
-		"curl -si": func(m *machine, command string) {
+		"curl -s": func(m *machine, command string) {
 			m.run(strings.Replace(command, "8471", "8081", 1))
 			m.printed = "" // on the page the daemon is not ready
 		},

@@ -264,7 +264,7 @@ func (w *configWatch) logWarnings(ctx context.Context, warnings []string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if len(warnings) > 0 && !slices.Equal(warnings, w.warned) {
-		klog.FromContext(ctx).Error(nil, "network configuration", "warning", oneline.List(warnings, "; "))
+		klog.FromContext(ctx).Error(nil, "warning about the network configuration", "warning", oneline.List(warnings, "; "))
 	}
 	w.warned = warnings
 }
