@@ -142,7 +142,7 @@ func TestStatus(t *testing.T) {
 				}
 				return nil
 			})
-			if _, page := getStatus(t, h, "/statusz", "text/html"); !strings.Contains(page, "<title>flanneld "+statusOf(t, h).Lease.Subnets[0].String()) {
+			if _, page := getStatus(t, h, "/statusz", "text/html"); !strings.Contains(page, ": flanneld "+statusOf(t, h).Lease.Subnets[0].String()) {
 				t.Errorf("the title of the page does not contain the host's subnet:\n%s", page)
 			}
 		})

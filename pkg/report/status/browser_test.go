@@ -47,13 +47,21 @@ frame.onload = () => {
   frame.width = 390;
   seen.TooWideForAPhone = wide();
   seen.SortsOnAPhone = d.querySelector("#peers th button").getBoundingClientRect().height > 0;
-  document.getElementById("seen").textContent = JSON.stringify(seen);
+  seen.Headline = d.querySelector("#headline p").textContent;
+  put("filter", "10.19.135.", "input");
+  new MutationObserver(() => {
+    seen.Refreshed = d.querySelector("#headline p").textContent;
+    setTimeout(() => {
+      seen.FilteredStill = shown().map(r => r.cells[0].textContent);
+      document.getElementById("seen").textContent = JSON.stringify(seen);
+    });
+  }).observe(d.body, {childList: true});
 };
 frame.src = "/statusz";
 </script>`
 
 // TestBrowser opens the page of a host with 5,000 peers in a browser. The page must filter,
-// select and sort the peers, fit the screen, and request nothing else.
+// select and sort the peers, fit the screen, follow changes, and request nothing else.
 //
 //stages:rest it starts a browser
 func TestBrowser(t *testing.T) {
@@ -70,7 +78,10 @@ func TestBrowser(t *testing.T) {
 		}
 		r.Peers = append(r.Peers, p)
 	}
-	page := status.Handler(func(context.Context, status.Query) (status.Report, error) { return r, nil })
+	page := status.Handler(func(context.Context, status.Query) (status.Report, error) {
+		defer func() { r.Ready = true }() // the page asks again, and finds that
+		return r, nil
+	})
 	var mu sync.Mutex
 	var asked []string
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -103,6 +114,8 @@ func TestBrowser(t *testing.T) {
 		Rows, Refused             int
 		Filtered                  []string
 		Count, First, Last        string
+		Headline, Refreshed       string
+		FilteredStill             []string
 		TooWide, TooWideForAPhone int
 		SortsOnAPhone             bool
 	}
@@ -113,6 +126,8 @@ func TestBrowser(t *testing.T) {
 	want := view{
 		Rows: 5000, Refused: 50, Count: "50 of 5000", Filtered: []string{"10.19.135.0/24"},
 		First: "10.0.0.0/24", Last: "10.19.135.0/24", SortsOnAPhone: true,
+		Headline: "not ready, etcd away, 50 peers refused, 4950 peers in place", Refreshed: "ready, etcd away, 50 peers refused, 4950 peers in place",
+		FilteredStill: []string{"10.19.135.0/24"},
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("in the browser (-want +got):\n%s", diff)

@@ -73,11 +73,9 @@ func bad(condition bool) markup {
 
 // page returns the report as a page that contains all that it needs.
 func page(r Report) markup {
-	content := networks(r.Networks)
-	end := markup("")
+	content := tag(`<div id="facts">%s</div>`, networks(r.Networks))
 	if len(r.Networks) == 0 {
-		content = cards(r) + paths(r) + sharedAddresses(r.SharedPublicIPs) + peers(r)
-		end = tag("<script>\n%s</script>\n", script)
+		content = tag(`<div id="facts">%s%s%s</div>%s`, cards(r), paths(r), sharedAddresses(r.SharedPublicIPs), peers(r))
 	}
 
 	return tag(`<!doctype html>
@@ -85,28 +83,86 @@ func page(r Report) markup {
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>flanneld%s</title>
+<title>%s: flanneld%s</title>
 <style>
 %s</style>
 </head>
 <body>
-<h1>flanneld%s%s <span class="soft">%s</span></h1>
-%s%s%s%s</body>
+<h1>%s <span class="soft">flanneld%s%s %s</span></h1>
+<div id="headline">%s</div>%s<div id="events">%s</div><script>
+%s</script>
+</body>
 </html>
 `,
-		some(" %s", join(r.Lease.Subnets)), style,
-		some(", network %s", r.Network.Name), some(" on %s", r.Interface.Name),
+		r.Host, some(" %s", join(r.Lease.Subnets)), style,
+		r.Host, some(", network %s", r.Network.Name), some(" on %s", r.Interface.Name),
 		each(r.Interface.Addresses, ", ", func(a Address) markup { return tag("%s", a.Public) }),
-		state(r), content, events(r), end)
+		headline(r), content, events(r), script)
 }
 
-func state(r Report) markup {
-	ready := tag(`<p class="state bad">not ready</p>`)
-	if r.Ready {
-		ready = tag(`<p class="state good">ready</p>`)
+// The levels of what is shown, and the class of each.
+const (
+	good = iota
+	warn
+	worse
+)
+
+func class(level int) string { return []string{"good", "warn", "bad"}[level] }
+
+// levelOf returns the level of a peer's state or of a path's result.
+func levelOf(text string) int {
+	switch text {
+	case string(InPlace), "ok", "waiting", "unknown":
+		return good
+	case string(Held):
+		return warn
+	default:
+		return worse
+	}
+}
+
+// worstFirst returns the states or results that some peers or paths have.
+func worstFirst[T ~string](count map[T]int) []T {
+	all := slices.DeleteFunc(slices.Sorted(maps.Keys(count)), func(text T) bool { return count[text] == 0 })
+	slices.SortStableFunc(all, func(a, b T) int { return levelOf(string(b)) - levelOf(string(a)) })
+	return all
+}
+
+// headline returns the counts of peers and paths, in the color of what is worst, and the reasons.
+func headline(r Report) markup {
+	worst := good
+	var parts []string
+	add := func(level int, format string, values ...any) {
+		worst = max(worst, level)
+		parts = append(parts, fmt.Sprintf(format, values...))
 	}
 
-	return tag("%s\n%s%s%s", ready,
+	if r.Ready {
+		add(good, "ready")
+	} else {
+		add(worse, "not ready")
+	}
+	if !r.Datastore.Connected && !r.Datastore.Since.IsZero() {
+		add(warn, "%s away", r.Datastore.Kind)
+	}
+	if r.RestartNeeded != "" || r.ConfigRejected != "" {
+		worst = max(worst, warn)
+	}
+
+	count := map[State]int{}
+	for _, p := range r.Peers {
+		count[p.State]++
+	}
+	for _, s := range worstFirst(count) {
+		add(levelOf(string(s)), "%d peers %s", count[s], s)
+	}
+	if r.Paths != nil {
+		for _, result := range worstFirst(r.Paths.Results) {
+			add(levelOf(result), "%d paths %s", r.Paths.Results[result], result)
+		}
+	}
+
+	return tag("<p class=\"state %s\">%s</p>\n%s%s%s", class(worst), strings.Join(parts, ", "),
 		when(len(r.Reasons) > 0, `<ul class="bad">%s</ul>`, each(r.Reasons, "", func(reason string) markup { return tag("<li>%s</li>", reason) })),
 		some(`<p class="state warn">restart needed: %s</p>`, r.RestartNeeded),
 		some(`<p class="state warn">configuration rejected: %s</p>`, r.ConfigRejected))
@@ -199,7 +255,7 @@ func network(r Report) markup {
 </dl></section>
 `,
 		n.Phase, n.BackendType, some(", %s", n.Mode), join(n.Prefixes), n.MTU, more, n.SubnetFile,
-		r.Datastore.Kind, store, when(!r.Datastore.Since.IsZero(), " since %s", ago(r.Now, r.Datastore.Since)), some(": %s", r.Datastore.Error),
+		r.Datastore.Kind, store, when(!r.Datastore.Since.IsZero(), " for %s", coarse(r.Now.Sub(r.Datastore.Since))), some(": %s", r.Datastore.Error),
 		rules)
 }
 
@@ -221,21 +277,19 @@ func paths(r Report) markup {
 	}
 
 	var bar markup
-	for _, result := range slices.Sorted(maps.Keys(r.Paths.Results)) {
+	for _, result := range worstFirst(r.Paths.Results) {
 		n := r.Paths.Results[result]
-		bar += when(n > 0, `<span class="%s" style="flex-grow: %s">%s %s</span>`, result, n, n, result)
+		bar += tag(`<span class="%s" style="flex-grow: %s">%s %s</span>`, result, n, n, result)
 	}
 
 	rows := each(r.Paths.Worst, "", func(p Path) markup {
-		class := "bad"
 		result := p.Broken
 		if p.OK {
-			class = "good"
 			result = "ok"
 		}
 		return tag(`<tr><td data-name="Path to">%s</td><td data-name="Public IP">%s</td><td data-name="Result" class="%s">%s</td>`+
 			`<td data-name="Round trip">%s</td><td data-name="Since">%s</td><td data-name="Advice">%s</td></tr>`+"\n",
-			p.Subnet, p.PublicIP, class, result, when(p.RTT != 0, "%s ms", strconv.FormatFloat(p.RTT, 'f', 2, 64)), ago(r.Now, p.Since), p.Text())
+			p.Subnet, p.PublicIP, class(levelOf(result)), result, when(p.RTT != 0, "%s ms", strconv.FormatFloat(p.RTT, 'f', 2, 64)), ago(r.Now, p.Since), p.Text())
 	})
 
 	return tag(`<h2>Paths to peers</h2>
@@ -257,16 +311,17 @@ func peers(r Report) markup {
 		return tag(`<th><button type="button">%s</button></th>`, name)
 	})
 
-	classes := map[State]string{InPlace: "good", Held: "warn"}
 	carriers := r.Network.Cloud != nil || r.Network.Location != nil
-	rows := each(r.Peers, "", func(p Peer) markup {
+	sorted := slices.Clone(r.Peers)
+	slices.SortStableFunc(sorted, func(a, b Peer) int { return levelOf(string(b.State)) - levelOf(string(a.State)) })
+	rows := each(sorted, "", func(p Peer) markup {
 		objects := each(p.Objects, "", func(o Object) markup {
 			return tag("<code%s>%s</code><br>", when(!o.Present, ` class="bad" title="missing"`), o.Text)
 		})
 		return tag(`<tr data-state="%s"><td data-name="Subnet">%s</td><td data-name="Public IP">%s</td><td data-name="Type">%s</td>`+
 			`<td data-name="State" class="%s">%s</td><td data-name="Kernel">%s</td><td data-name="Changed" data-sort="%s">%s</td><td data-name="Error">%s%s</td></tr>`+"\n",
 			p.State, join(p.Subnets), join(p.PublicIPs), p.Type,
-			cmp.Or(classes[p.State], "bad"), p.State, when(len(p.Objects) > 0, "<details><summary>%s</summary>%s</details>", len(p.Objects), objects),
+			class(levelOf(string(p.State))), p.State, when(len(p.Objects) > 0, "<details><summary>%s</summary>%s</details>", len(p.Objects), objects),
 			p.Changed.Unix(), ago(r.Now, p.Changed),
 			p.Error, when(carriers && p.Waiting != "", " by %s: %s", p.Backend, p.Waiting))
 	})

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 "use strict";
-const body = document.querySelector("#peers tbody"), rows = [...body.rows];
-const text = new Map(rows.map(r => [r, r.textContent.toLowerCase()]));
-const filter = document.getElementById("filter"), state = document.getElementById("state"), shown = document.getElementById("shown");
+const get = id => document.getElementById(id), table = get("peers"), filter = get("filter"), state = get("state");
+const columns = table ? [...table.querySelectorAll("th")] : [];
+let rows, text;
 function apply() {
   const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
   let n = 0;
@@ -10,15 +10,42 @@ function apply() {
     const ok = (!state.value || r.dataset.state === state.value) && words.every(w => text.get(r).includes(w));
     r.hidden = !ok; n += ok;
   }
-  shown.textContent = n === rows.length ? n : n + " of " + rows.length;
+  get("shown").textContent = n === rows.length ? n : n + " of " + rows.length;
 }
-filter.addEventListener("input", apply); state.addEventListener("change", apply);
 const collator = new Intl.Collator("en", {numeric: true});
-document.querySelectorAll("#peers th").forEach((th, i) => th.firstElementChild.addEventListener("click", () => {
-  const down = th.getAttribute("aria-sort") === "ascending";
-  document.querySelectorAll("#peers th").forEach(t => t.removeAttribute("aria-sort"));
-  th.setAttribute("aria-sort", down ? "descending" : "ascending");
-  const key = r => r.cells[i].dataset.sort ?? r.cells[i].textContent;
+function sort() {
+  const i = columns.findIndex(th => th.ariaSort);
+  if (i < 0) return;
+  const down = columns[i].ariaSort === "descending", key = r => r.cells[i].dataset.sort ?? r.cells[i].textContent;
   rows.sort((a, b) => (down ? -1 : 1) * collator.compare(key(a), key(b)));
-  body.append(...rows);
-}));
+  table.tBodies[0].append(...rows);
+}
+function read() {
+  rows = [...table.tBodies[0].rows];
+  text = new Map(rows.map(r => [r, r.textContent.toLowerCase()]));
+  sort(); apply();
+}
+if (table) {
+  filter.addEventListener("input", apply); state.addEventListener("change", apply);
+  columns.forEach(th => th.firstElementChild.addEventListener("click", () => {
+    const next = th.ariaSort === "ascending" ? "descending" : "ascending";
+    columns.forEach(t => t.ariaSort = null);
+    th.ariaSort = next;
+    sort();
+  }));
+  read();
+}
+// The page shows the present state, or that there is none. Details that are open stay.
+async function refresh() {
+  if (document.hidden) return;
+  try {
+    const answer = await fetch(location.href);
+    if (!answer.ok) throw new Error(await answer.text());
+    const now = new DOMParser().parseFromString(await answer.text(), "text/html");
+    for (const id of ["headline", "facts", "events"]) get(id).replaceWith(now.getElementById(id));
+    if (table && !table.querySelector("details[open]")) { table.tBodies[0].replaceWith(now.querySelector("#peers tbody")); read(); }
+  } catch (e) {
+    get("headline").innerHTML = '<p class="state bad">no answer: what follows is old</p>';
+  }
+}
+setInterval(refresh, 10000);

@@ -16,6 +16,7 @@ import (
 // Report describes a daemon at one moment. Its JSON is a stable interface: fields may be
 // added, but are not renamed or removed. A zero time means never.
 type Report struct {
+	Host    string    `json:"host"` // its name
 	Version string    `json:"version"`
 	PID     int       `json:"pid"`
 	Started time.Time `json:"started"`
@@ -52,8 +53,9 @@ type Report struct {
 // NewReport returns a report that is only about this process, which has run since started. Its lists are
 // never nil, so that programs can iterate over the JSON. store is the kind of the datastore.
 func NewReport(started time.Time, j *Journal, store string) Report {
+	host, _ := os.Hostname()
 	return Report{
-		Version: version.String(), PID: os.Getpid(), Started: started, Now: time.Now(),
+		Host: host, Version: version.String(), PID: os.Getpid(), Started: started, Now: time.Now(),
 		Network:   Network{Prefixes: []netip.Prefix{}},
 		Interface: Interface{Addresses: []Address{}},
 		Lease:     Lease{Subnets: []netip.Prefix{}, PublicIPs: []netip.Addr{}},

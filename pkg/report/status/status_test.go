@@ -9,12 +9,14 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"math"
 	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -76,7 +78,7 @@ func TestPage(t *testing.T) {
 	page := w.Body.String()
 	for _, want := range []string{
 		"<dd>wireguard, userspace</dd>", "not ready", "data path: &lt;b&gt;kernel&lt;/b&gt; says no", "10.5.1.0/24", "expires in 23h unless renewed", "192.168.77.1 (public 192.0.2.1)",
-		"away</span> since 1m30s ago: connection refused", "3s ago", `class="bad">1 of 2`, "<li>192.168.77.9: 10.5.8.0-24, &lt;b&gt;node&lt;/b&gt;</li>", `title="missing">route 10.5.2.0/24 via 10.5.2.0 dev flannel.1`, "newer &lt;i&gt;",
+		"away</span> for 1m30s: connection refused", "3s ago", `class="bad">1 of 2`, "<li>192.168.77.9: 10.5.8.0-24, &lt;b&gt;node&lt;/b&gt;</li>", `title="missing">route 10.5.2.0/24 via 10.5.2.0 dev flannel.1`, "newer &lt;i&gt;",
 	} {
 		if !strings.Contains(page, want) {
 			t.Errorf("the page lacks %q", want)
@@ -93,6 +95,77 @@ func TestPage(t *testing.T) {
 	}
 	if w.Header().Get("Content-Security-Policy") == "" || !strings.HasPrefix(w.Header().Get("Content-Type"), "text/html") {
 		t.Errorf("headers: %v", w.Header())
+	}
+}
+
+// TestHeadline checks that the first line of the page, which has the color of what is worst, hides nothing.
+func TestHeadline(t *testing.T) {
+	for want, change := range map[string]func(*status.Report){
+		`good">ready, 2 peers in place<`:                 func(*status.Report) {},
+		`bad">ready, 1 peers refused, 1 peers in place<`: func(r *status.Report) { r.Peers[1].State = status.Refused },
+		`warn">ready, 1 peers held, 1 peers in place<`:   func(r *status.Report) { r.Peers[1].State = status.Held },
+		`bad">ready, 2 peers in place, 3 paths network, 1 paths ok<`: func(r *status.Report) {
+			r.Paths = &status.Paths{Results: map[string]int{"ok": 1, "network": 3, "mtu": 0}}
+		},
+		`warn">ready, etcd away, 2 peers in place<`:                             func(r *status.Report) { r.Datastore = status.Datastore{Kind: "etcd", Since: time.Unix(1, 0)} },
+		`warn">ready, 2 peers in place</p>` + "\n" + `<p class="state warn">re`: func(r *status.Report) { r.RestartNeeded = "VNI" },
+		`bad">not ready, 2 peers in place<`:                                     func(r *status.Report) { r.Ready = false },
+		"<title>host7: flanneld 10.5.1.0/24</title>":                            func(*status.Report) {},
+		"<h1>host7 <": func(*status.Report) {},
+	} {
+		r := status.Report{Host: "host7", Ready: true, Peers: []status.Peer{{State: status.InPlace}, {State: status.InPlace}}}
+		r.Lease.Subnets = []netip.Prefix{netip.MustParsePrefix("10.5.1.0/24")}
+		change(&r)
+		w := get(t, func(context.Context, status.Query) (status.Report, error) { return r, nil }, "/statusz", "text/html")
+		if !strings.Contains(w.Body.String(), want) {
+			t.Errorf("no %q in\n%.1500s", want, w.Body)
+		}
+	}
+}
+
+// TestContrast checks that each color can be read on the background, and the background on it, as in bars, with a dark
+// and with a light scheme.
+func TestContrast(t *testing.T) {
+	css, err := os.ReadFile("page.css")
+	if err != nil {
+		t.Fatal(err)
+	}
+	luminance := func(color string) float64 {
+		var c [3]uint8
+		if _, err := fmt.Sscanf(color, "#%02x%02x%02x", &c[0], &c[1], &c[2]); err != nil {
+			t.Fatalf("%s: %v", color, err)
+		}
+		total := 0.0
+		for i, weight := range []float64{0.2126, 0.7152, 0.0722} {
+			v := float64(c[i]) / 255
+			if v > 0.03928 {
+				v = math.Pow((v+0.055)/1.055, 2.4)
+			} else {
+				v /= 12.92
+			}
+			total += weight * v
+		}
+		return total
+	}
+
+	schemes := regexp.MustCompile(`:root \{[^}]*\}`).FindAllString(string(css), -1)
+	if len(schemes) != 2 {
+		t.Fatalf("%d schemes, want a light and a dark one", len(schemes))
+	}
+	for i, background := range []string{"#ffffff", "#1c1b22"} {
+		colors := regexp.MustCompile(`--\w+: (#\w{6})`).FindAllStringSubmatch(schemes[i], -1)
+		if len(colors) < 4 {
+			t.Errorf("scheme %d has %d colors, want 4", i, len(colors))
+		}
+		for _, c := range colors {
+			a, b := luminance(c[1]), luminance(background)
+			if ratio := (max(a, b) + 0.05) / (min(a, b) + 0.05); ratio < 4.5 {
+				t.Errorf("%s on %s has a contrast of %.1f, want 4.5", c[0], background, ratio)
+			}
+		}
+	}
+	if strings.Contains(strings.Join(strings.Split(string(css), ":root"), ""), "color: #") {
+		t.Error("a rule has a color that is the same in both schemes")
 	}
 }
 
