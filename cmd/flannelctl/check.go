@@ -4,6 +4,7 @@ package main
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -66,6 +67,7 @@ func newCheckCommand() *cobra.Command {
 		out     output
 		socket  string
 		only    []string
+		failed  bool
 		pod     podFlags
 	)
 
@@ -104,7 +106,7 @@ bridge of every peer. The column HALF says how far packets pass.`,
 			if pod.use {
 				return checkPod(cmd, r, peers, targets, pod, out)
 			}
-			return check(cmd, r, peers, out)
+			return check(cmd, r, peers, failed, out)
 		},
 	}
 
@@ -112,6 +114,7 @@ bridge of every peer. The column HALF says how far packets pass.`,
 	network = addNetworkTo(cmd)
 	pod.addTo(cmd)
 	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
+	cmd.Flags().BoolVar(&failed, "failed", false, "print only peers whose result is not ok")
 	cmd.Flags().StringSliceVar(&only, "peer", nil, "check only these peers, by public address or subnet")
 	return cmd
 }
@@ -134,46 +137,27 @@ func parsePeers(texts []string) ([]netip.Prefix, error) {
 	return peers, nil
 }
 
-func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output) error {
-	var (
-		mu       sync.Mutex
-		verdicts = []verdict{} // not nil, so that JSON contains [] if there is no peer
-		broken   int
-		ways     = pathsOf(r)
-	)
-
-	findings := examine(cmd.Context(), []status.Report{r}, nil)
-	group, ctx := errgroup.WithContext(cmd.Context())
-	group.SetLimit(checkAtOnce)
-	for _, p := range r.Peers {
-		for i, s := range p.Subnets {
-			if !chosen(only, s, p.PublicIPs[i]) {
-				continue
-			}
-
-			group.Go(func() error {
-				v := verdict{Subnet: s, PublicIP: p.PublicIPs[i]}
-				if p.State != status.Refused { // nothing is sent to these
-					v = verdictOf(paths.Diagnose(ctx, paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, ways)).directed(r.Paths)
-				}
-				v = v.because(findings)
-				mu.Lock()
-				defer mu.Unlock()
-				verdicts = append(verdicts, v)
-				if v.Broken != "" {
-					broken++
-				}
-				return ctx.Err()
-			})
-		}
-	}
-	if err := group.Wait(); err != nil {
+func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, failed bool, out output) error {
+	verdicts := checkAll(cmd.Context(), r, only, cmd.ErrOrStderr())
+	findings := examine(cmd.Context(), []status.Report{r}, nil, func(status.Report) []netip.Prefix { return silent(verdicts) })
+	if err := cmd.Context().Err(); err != nil {
 		return err
 	}
-	sortBySubnet(verdicts)
-	err := out.print(cmd.OutOrStdout(), verdicts, func(w io.Writer) {
+
+	broken := 0
+	for i, v := range verdicts {
+		verdicts[i] = v.because(findings)
+		if verdicts[i].Broken != "" {
+			broken++
+		}
+	}
+	shown := slices.Clone(verdicts)
+	if failed {
+		shown = slices.DeleteFunc(shown, func(v verdict) bool { return v.OK })
+	}
+	err := out.print(cmd.OutOrStdout(), shown, func(w io.Writer) {
 		fmt.Fprintln(w, "SUBNET\tPUBLIC IP\tRESULT\tRTT\tADVICE")
-		for _, v := range verdicts {
+		for _, v := range shown {
 			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", v.Subnet, v.PublicIP, v.result(), v.rtt(), v.Advice)
 		}
 	})
@@ -189,6 +173,51 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output)
 	return nil
 }
 
+// checkAll checks the paths to the peers in only, or to all if it is empty. The verdicts are sorted by subnet. They lack
+// a result for refused peers, to which nothing is sent, and if ctx ends. Because peers that do not answer take seconds,
+// checkAll writes a line after each hundred.
+func checkAll(ctx context.Context, r status.Report, only []netip.Prefix, progress io.Writer) []verdict {
+	var mu sync.Mutex
+	verdicts := []verdict{} // not nil, so that JSON contains [] if there is no peer
+	ways := pathsOf(r)
+	group := errgroup.Group{}
+	group.SetLimit(checkAtOnce)
+	for _, p := range r.Peers {
+		for i, s := range p.Subnets {
+			if !chosen(only, s, p.PublicIPs[i]) {
+				continue
+			}
+
+			group.Go(func() error {
+				v := verdict{Subnet: s, PublicIP: p.PublicIPs[i]}
+				if p.State != status.Refused {
+					v = verdictOf(paths.Diagnose(ctx, paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, ways)).directed(r.Paths)
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				verdicts = append(verdicts, v)
+				if len(verdicts)%100 == 0 {
+					fmt.Fprintln(progress, len(verdicts), "checked")
+				}
+				return nil
+			})
+		}
+	}
+	_ = group.Wait()
+	sortBySubnet(verdicts)
+	return verdicts
+}
+
+// silent returns the subnets of peers whose hosts answer, and whose ends of the network do not.
+func silent(verdicts []verdict) (subnets []netip.Prefix) {
+	for _, v := range verdicts {
+		if v.Broken != "" && v.Broken != string(paths.Underlay) {
+			subnets = append(subnets, v.Subnet)
+		}
+	}
+	return subnets
+}
+
 // directed returns the verdict with the direction that the daemon has found, if the path is broken.
 func (v verdict) directed(found *status.Paths) verdict {
 	if v.OK || found == nil {
@@ -202,13 +231,20 @@ func (v verdict) directed(found *status.Paths) verdict {
 	return v
 }
 
-// because returns the verdict with the cause that was found on this host, if there is one. A peer whose host is
-// not reached at all keeps its verdict.
+// because returns the verdict with the cause that was found on this host, if there is one, or with what may be the
+// cause. A peer whose host is not reached at all keeps its verdict.
 func (v verdict) because(findings []doctor.Finding) verdict {
-	i := slices.IndexFunc(findings, func(f doctor.Finding) bool { return f.Concerns(v.Subnet) })
-	if i >= 0 && v.Broken != string(paths.Underlay) {
-		f := findings[i]
-		v.outcome = outcome{Broken: f.Word, Advice: f.Problem + "; fix: " + f.Fix}
+	if v.Broken == string(paths.Underlay) {
+		return v
+	}
+	for _, f := range findings {
+		if f.Concerns(v.Subnet) {
+			v.outcome = outcome{Broken: f.Word, Advice: f.Problem + "; fix: " + f.Fix}
+			return v
+		}
+		if f.Word == "" && slices.Contains(f.Subnets, v.Subnet) {
+			v.Advice += "; or " + f.Problem
+		}
 	}
 	return v
 }

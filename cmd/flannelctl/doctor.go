@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/netip"
 	"slices"
 
 	"github.com/spf13/cobra"
@@ -53,7 +54,10 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 			case len(args) > 0:
 				return errors.New("the flags of flanneld need --preflight: a running daemon has its own")
 			default:
-				findings = examine(cmd.Context(), reports, away)
+				findings = examine(cmd.Context(), reports, away, func(r status.Report) []netip.Prefix {
+					r.Peers = r.Peers[:min(len(r.Peers), checkAtOnce)] // these need seconds if they do not answer
+					return silent(checkAll(cmd.Context(), r, nil, cmd.ErrOrStderr()))
+				})
 			}
 
 			err := out.print(cmd.OutOrStdout(), findings, func(w io.Writer) {
@@ -83,8 +87,8 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 }
 
 // examine returns the problems of this host. If away is not nil it says why no daemon answers, and there are no
-// reports.
-func examine(ctx context.Context, reports []status.Report, away error) []doctor.Finding {
+// reports. silent, which may be nil, returns the subnets of peers that do not answer; it is called only if that counts.
+func examine(ctx context.Context, reports []status.Report, away error, silent func(status.Report) []netip.Prefix) []doctor.Finding {
 	if away != nil {
 		if e := (unknownError{}); errors.As(away, &e) {
 			away = e.cause
@@ -93,7 +97,11 @@ func examine(ctx context.Context, reports []status.Report, away error) []doctor.
 	}
 	var networks []doctor.Facts
 	for _, r := range reports {
-		networks = append(networks, linux.Gather(ctx, r))
+		facts := linux.Gather(ctx, r)
+		if silent != nil && len(facts.Attached) > 0 {
+			facts.Silent = silent(r)
+		}
+		networks = append(networks, facts)
 	}
 	return doctor.Examine(networks...)
 }

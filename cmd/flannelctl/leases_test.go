@@ -58,7 +58,7 @@ func TestEmptyLists(t *testing.T) {
 	cmd := newCheckCommand()
 	cmd.SetOut(&out)
 	cmd.SetContext(t.Context())
-	if err := check(cmd, status.Report{}, nil, output{format: "json"}); err == nil || out.String() != "[]\n" {
+	if err := check(cmd, status.Report{}, nil, false, output{format: "json"}); err == nil || out.String() != "[]\n" {
 		t.Errorf("without a peer check prints %s, %v; want [] and an error", &out, err)
 	}
 }

@@ -267,7 +267,7 @@ func checkPod(cmd *cobra.Command, r status.Report, only []netip.Prefix, targets 
 	defer func() { err = oneline.Join(interrupted(ctx, err), p.end(ctx)) }()
 
 	attached, err := p.attach(ctx)
-	c := podCheck{report: r, findings: examine(ctx, []status.Report{r}, nil)}
+	c := podCheck{report: r, findings: examine(ctx, []status.Report{r}, nil, nil)}
 	if err != nil {
 		return c.explain(err)
 	}

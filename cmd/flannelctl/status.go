@@ -58,7 +58,7 @@ cannot be asked.`,
 			err = out.print(cmd.OutOrStdout(), r, func(w io.Writer) {
 				var findings []doctor.Finding
 				if where == "" {
-					findings = examine(cmd.Context(), []status.Report{r}, nil)
+					findings = examine(cmd.Context(), []status.Report{r}, nil, nil)
 				}
 				printStatus(w, r, findings, all)
 			})

@@ -295,17 +295,27 @@ func (f toolFaults) table() []toolFault {
 		},
 		{
 			name: "nftables drops all but a few ports", cut: true, tunnel: true,
-			cause:  nftFault("chain in { type filter hook input priority 0 ; policy drop ; ct state established,related accept ; iifname lo accept ; meta l4proto { icmp, ipv6-icmp } accept ; tcp dport { 22, 443 } accept ; }"),
+			cause:  nftFault("inet", "chain in { type filter hook input priority 0 ; policy drop ; ct state established,related accept ; iifname lo accept ; meta l4proto { icmp, ipv6-icmp } accept ; tcp dport { 22, 443 } accept ; }"),
 			doctor: "nft drops packets of other hosts to UDP port 8472 in chain in of table inet foreign: policy drop", check: "firewall", status: "nft drops",
 		},
 		{
 			name: "nftables rejects forwarded packets", cut: true,
-			cause:  nftFault("chain through { type filter hook forward priority -5 ; iifname cni0 reject ; }"),
+			cause:  nftFault("inet", "chain through { type filter hook forward priority -5 ; iifname cni0 reject ; }"),
 			doctor: "nft drops forwarded packets of pods from cni0 to " + f.dev, check: "firewall", status: "nft drops",
 		},
 		{
+			name: "nftables drops the tunnel in the device", cut: true, tunnel: true,
+			cause:  nftFault("netdev", "chain early { type filter hook ingress device eth0 priority 0 ; udp dport 8472 drop ; }"),
+			doctor: "nft drops packets of other hosts to UDP port 8472 in chain early of table netdev foreign", check: "firewall", status: "nft drops",
+		},
+		{
+			name: "filter of tc drops the tunnel", cut: true, tunnel: true, cause: tcFault("8472"),
+			doctor: "tc (clsact, ", check: "at eth0 may drop packets",
+		},
+		{name: "filter of tc drops other packets", cause: tcFault("8473")},
+		{
 			name:  "nftables drops other packets",
-			cause: nftFault("chain in { type filter hook input priority 0 ; policy drop ; ct state established,related accept ; iifname lo accept ; iifname { eth0, cni0, flannel.1, flannel-v6.1 } accept ; } ; chain through { type filter hook forward priority 0 ; tcp dport 25 drop ; }"),
+			cause: nftFault("inet", "chain in { type filter hook input priority 0 ; policy drop ; ct state established,related accept ; iifname lo accept ; iifname { eth0, cni0, flannel.1, flannel-v6.1 } accept ; } ; chain through { type filter hook forward priority 0 ; tcp dport 25 drop ; }"),
 		},
 		{
 			name:  "iptables drops another port",
@@ -343,10 +353,24 @@ func directRoute(f toolFaults) func() {
 }
 
 // nftFault returns a fault that adds a table with nft.
-func nftFault(content string) func(toolFaults) func() {
+func nftFault(family, content string) func(toolFaults) func() {
 	return func(f toolFaults) func() {
-		nft(f.t, f.a.Namespace, "table inet foreign { "+content+" ; }")
-		return func() { nft(f.t, f.a.Namespace, "delete table inet foreign") }
+		nft(f.t, f.a.Namespace, "table "+family+" foreign { "+content+" ; }")
+		return func() { nft(f.t, f.a.Namespace, "delete table "+family+" foreign") }
+	}
+}
+
+// tcFault returns a fault that drops packets to a UDP port when they arrive on the external interface.
+func tcFault(port string) func(toolFaults) func() {
+	return func(f toolFaults) func() {
+		// A program for BPF: 2 (drop) if the frame has this ethertype, UDP (17) and this port, and otherwise -1 (no decision).
+		program := map[prefix.Family]string{
+			prefix.IPv4: "8,40 0 0 12,21 0 5 2048,48 0 0 23,21 0 3 17,40 0 0 36,21 0 1 %s,6 0 0 2,6 0 0 4294967295",
+			prefix.IPv6: "8,40 0 0 12,21 0 5 34525,48 0 0 20,21 0 3 17,40 0 0 56,21 0 1 %s,6 0 0 2,6 0 0 4294967295",
+		}[f.family]
+		f.run("tc", "qdisc", "add", "dev", "eth0", "clsact")
+		f.run("tc", "filter", "add", "dev", "eth0", "ingress", "bpf", "da", "bytecode", fmt.Sprintf(program, port))
+		return func() { f.run("tc", "qdisc", "del", "dev", "eth0", "clsact") }
 	}
 }
 

@@ -7,6 +7,7 @@
 //   - ways.go judges how the kernel carries the packets of pods.
 //   - ipsec.go judges the policies of IPsec.
 //   - rules.go judges the rules of Docker and of other firewalls.
+//   - attached.go judges filters and programs at devices.
 //   - before.go judges a host on which no daemon has run yet.
 package doctor
 
@@ -42,7 +43,9 @@ type Facts struct {
 	Policies []Policy // of IPsec, in the order in which the kernel looks them up
 	Docker   []Docker
 	Blocks   []firewall.Block // rules that drop packets of the network
-	Before   *Before          // the facts of a host without a daemon; otherwise nil
+	Attached []Attached
+	Silent   []netip.Prefix // subnets of peers whose hosts answer, and whose ends of the network do not
+	Before   *Before        // the facts of a host without a daemon; otherwise nil
 }
 
 // Finding is a problem of a host that affects the network.
@@ -85,6 +88,7 @@ func Examine(networks ...Facts) []Finding {
 				}
 			}
 		}
+		findings = append(findings, h.attached(findings)...)
 	}
 
 	slices.SortStableFunc(findings, func(a, b Finding) int {

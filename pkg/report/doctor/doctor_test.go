@@ -113,6 +113,7 @@ func udpSocket(port, inode string) string {
 }
 
 func TestDoctor(t *testing.T) {
+	filters := []Attached{{Dev: "eth0", What: "tc (clsact, 3 packets dropped)"}}
 	on4789 := func(r *status.Report) { r.Network.Ports = []int{4789} }
 	kubernetes := func(r *status.Report) { r.Datastore.Kind = "kubernetes" }
 	hostGW := func(r *status.Report) { r.Network.BackendType, r.Network.Ports = "host-gw", nil }
@@ -220,6 +221,16 @@ func TestDoctor(t *testing.T) {
 		{name: "firewall may drop packets of pods", facts: func(h *Facts) {
 			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "cni0", Out: "flannel.1", Src: pod}, Program: "nft", Table: "inet x", Chain: "y", Rule: "policy drop", Doubtful: true}}
 		}, want: "nft may drop forwarded packets of pods", fix: "nft insert rule"},
+		{name: "filters, and all peers answer", facts: func(h *Facts) { h.Attached = filters }},
+		{name: "filters, and a peer does not answer", facts: func(h *Facts) {
+			h.Attached = filters
+			h.Silent = []netip.Prefix{peer}
+		}, want: "tc (clsact, 3 packets dropped) at eth0 may drop packets: no answer from 10.5.7.0/24", fix: "tc filter show dev eth0 ingress", serious: true},
+		{name: "filters, and another cause", facts: func(h *Facts) {
+			h.Attached = filters
+			h.Silent = []netip.Prefix{peer}
+			h.Policies = []Policy{{Direction: "fwd", Src: peer, Dst: netip.MustParsePrefix("10.5.0.0/16"), Blocks: true}}
+		}, want: "an IPsec policy", word: "ipsec"},
 		{name: "before: nothing overlaps", facts: before("4.20.0-1", Range{To: netip.MustParsePrefix("192.0.2.0/24"), Dev: "eth0"}, Range{To: peer, Dev: "flannel.1"})},
 		{name: "before: old kernel", facts: before("4.19.0-27-amd64"), want: "the kernel is 4.19.0-27-amd64, and flanneld needs 4.20", fix: "update the kernel", serious: true},
 		{name: "before: a route into the network", facts: before("6.1", Range{To: peer, Dev: "virbr0"}), want: "10.5.7.0/24 dev virbr0 is in the network 10.5.0.0/16", fix: "choose another Network", serious: true},

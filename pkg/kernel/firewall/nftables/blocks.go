@@ -11,6 +11,7 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
+	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
@@ -38,8 +39,12 @@ func Blocks(packets []firewall.Packet) (blocks []firewall.Block, err error) {
 		})
 	}
 
+	devices, err := devicesOf(chains)
+	if err != nil {
+		return nil, err
+	}
 	for _, p := range packets {
-		f := follower{conn: c, chains: chains, packet: p, raw: encodePacket(p)}
+		f := follower{conn: c, chains: chains, devices: devices, packet: p, raw: encodePacket(p)}
 		for _, base := range chains {
 			if !f.passes(base) || ofIPTables(base.Table) || base.Table.Name == dockerTable {
 				continue
@@ -64,7 +69,72 @@ func Blocks(packets []firewall.Packet) (blocks []firewall.Block, err error) {
 }
 
 func familyName(f nftables.TableFamily) string {
-	return map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6", nftables.TableFamilyINet: "inet"}[f]
+	return map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6", nftables.TableFamilyINet: "inet", nftables.TableFamilyNetdev: "netdev"}[f]
+}
+
+// devicesOf returns the devices of the base chains whose hook is in a device, which the library does not read.
+func devicesOf(chains []*nftables.Chain) (map[*nftables.Chain][]string, error) {
+	all := map[*nftables.Chain][]string{}
+	for _, chain := range chains {
+		if !inDevice(chain) {
+			continue
+		}
+		c, err := dial(prefix.IPv4)
+		if err != nil {
+			return nil, err
+		}
+		c.protocol = uint8(chain.Table.Family)
+		key := attributes(func(ae *netlink.AttributeEncoder) {
+			ae.String(unix.NFTA_CHAIN_TABLE, chain.Table.Name)
+			ae.String(unix.NFTA_CHAIN_NAME, chain.Name)
+		})
+		err = c.get(unix.NFT_MSG_GETCHAIN, 0, key, func(ad *netlink.AttributeDecoder) error {
+			for ad.Next() {
+				if ad.Type() == unix.NFTA_CHAIN_HOOK {
+					ad.Nested(func(hook *netlink.AttributeDecoder) error {
+						all[chain] = deviceNames(hook)
+						return nil
+					})
+				}
+			}
+			return nil
+		})
+		c.close()
+		if err != nil {
+			return nil, err
+		}
+	}
+	return all, nil
+}
+
+// deviceNames returns the devices of a hook: the kernel names one, or a list.
+func deviceNames(hook *netlink.AttributeDecoder) (names []string) {
+	for hook.Next() {
+		switch hook.Type() {
+		case unix.NFTA_HOOK_DEV:
+			names = append(names, hook.String())
+		case hookDevices:
+			hook.Nested(func(list *netlink.AttributeDecoder) error {
+				for list.Next() {
+					names = append(names, list.String())
+				}
+				return nil
+			})
+		}
+	}
+	return names
+}
+
+// These are missing in package unix.
+const (
+	hookDevices = 4                     // NFTA_HOOK_DEVS
+	inetIngress = unix.NF_INET_NUMHOOKS // NF_INET_INGRESS
+)
+
+// inDevice reports whether c is a base chain that sees the packets of single devices.
+func inDevice(c *nftables.Chain) bool {
+	return c.Hooknum != nil && (c.Table.Family == nftables.TableFamilyNetdev ||
+		c.Table.Family == nftables.TableFamilyINet && *c.Hooknum == inetIngress)
 }
 
 type fate int
@@ -84,8 +154,10 @@ type outcome struct {
 type follower struct {
 	conn   *nftables.Conn
 	chains []*nftables.Chain
-	packet firewall.Packet
-	raw    []byte // the headers of the packet
+	// devices are those of the chains that see the packets of single devices.
+	devices map[*nftables.Chain][]string
+	packet  firewall.Packet
+	raw     []byte // the headers of the packet
 }
 
 func (f follower) ipHeader() int {
@@ -97,6 +169,14 @@ func (f follower) ipHeader() int {
 
 // passes reports whether c is a base chain for filters that the packet passes.
 func (f follower) passes(c *nftables.Chain) bool {
+	if inDevice(c) {
+		device := f.packet.In
+		if c.Table.Family == nftables.TableFamilyNetdev && *c.Hooknum == *nftables.ChainHookEgress {
+			device = f.packet.Out
+		}
+		return device != "" && slices.Contains(f.devices[c], device)
+	}
+
 	own := nftables.TableFamilyIPv4
 	if f.packet.Src.Is6() {
 		own = nftables.TableFamilyIPv6

@@ -3,6 +3,7 @@
 package nftables
 
 import (
+	"cmp"
 	"net/netip"
 	"strings"
 	"testing"
@@ -22,8 +23,10 @@ func TestKernelBlocks(t *testing.T) {
 	sent := tunnel
 	sent.In, sent.Out = tunnel.Out, tunnel.In
 	const server = "chain in { type filter hook input priority 0 ; policy drop ; ct state vmap { established : accept, related : accept, invalid : drop } ; iifname lo accept ; tcp dport { 22, 80-90 } accept ; "
+	firewalltest.Shell(t, "ip link add eth0 type veth peer name eth1")
 	for name, tt := range map[string]struct {
-		table    string // content of a table of the family inet
+		family   string // of the table; inet if empty
+		table    string // its content
 		packet   firewall.Packet
 		want     string // chain and rule; empty if the packet passes
 		doubtful bool
@@ -47,8 +50,15 @@ func TestKernelBlocks(t *testing.T) {
 		"jump that returns":            {table: "chain user { ip daddr 10.5.0.0/16 return ; drop ; } ; chain through { type filter hook forward priority 0 ; jump user ; }", packet: pods},
 		"limited drop":                 {table: "chain through { type filter hook forward priority 0 ; limit rate 1/second drop ; }", packet: pods},
 		"map of verdicts, then drop":   {table: "chain through { type filter hook forward priority 0 ; iifname vmap { flannel.1 : accept } ; drop ; }", packet: pods, want: "through the rule with handle", doubtful: true},
+		"drop in the device":           {family: "netdev", table: "chain early { type filter hook ingress device eth0 priority 0 ; udp dport 8472 drop ; }", packet: tunnel, want: "early the rule with handle"},
+		"drop in several devices":      {family: "netdev", table: "chain early { type filter hook ingress devices = { eth0, eth1 } priority 0 ; ip saddr 192.0.2.0/24 udp dport 8472 drop ; }", packet: tunnel, want: "early the rule with handle"},
+		"drop in another device":       {family: "netdev", table: "chain early { type filter hook ingress device eth1 priority 0 ; policy drop ; }", packet: tunnel},
+		"drop of sent in the device":   {family: "netdev", table: "chain late { type filter hook egress device eth0 priority 0 ; policy drop ; }", packet: sent, want: "late policy drop"},
+		"drop of others in the device": {family: "netdev", table: "chain late { type filter hook egress device eth0 priority 0 ; policy drop ; }", packet: tunnel},
+		"drop at ingress of inet":      {table: "chain early { type filter hook ingress device eth0 priority 0 ; udp dport 8472 drop ; }", packet: tunnel6, want: "early the rule with handle"},
 	} {
-		firewalltest.Shell(t, "nft 'add table inet foreign; delete table inet foreign; table inet foreign { "+tt.table+" ; }'")
+		table := cmp.Or(tt.family, "inet") + " foreign"
+		firewalltest.Shell(t, "nft 'table "+table+" { "+tt.table+" ; }'")
 		blocks, err := Blocks([]firewall.Packet{tt.packet})
 		if err != nil {
 			t.Errorf("%s: %v", name, err)
@@ -60,5 +70,6 @@ func TestKernelBlocks(t *testing.T) {
 		if len(blocks) > 1 || (len(blocks) > 0) != (tt.want != "") || !strings.HasPrefix(b.Chain+" "+b.Rule, tt.want) || b.Doubtful != tt.doubtful {
 			t.Errorf("%s: %+v, want %q, doubtful %v", name, blocks, tt.want, tt.doubtful)
 		}
+		firewalltest.Shell(t, "nft 'delete table "+table+"'")
 	}
 }

@@ -31,8 +31,9 @@ var errNoKernel = errors.New("the kernel has no nftables")
 
 // conn is a connection to nftables in the kernel, for one family.
 type conn struct {
-	nl     *netlink.Conn
-	family prefix.Family
+	nl       *netlink.Conn
+	family   prefix.Family
+	protocol uint8 // of the tables
 }
 
 func dial(f prefix.Family) (*conn, error) {
@@ -43,7 +44,7 @@ func dial(f prefix.Family) (*conn, error) {
 	if err := oneline.Join(nl.SetDeadline(time.Now().Add(answerTimeout)), nl.SetWriteBuffer(batchBuffer), nl.SetReadBuffer(batchBuffer)); err != nil {
 		return nil, oneline.Join(err, nl.Close())
 	}
-	return &conn{nl, f}, nil
+	return &conn{nl, f, protocol(f)}, nil
 }
 
 func protocol(f prefix.Family) uint8 {
@@ -61,7 +62,7 @@ func (c *conn) message(typ uint16, flags netlink.HeaderFlags, attrs []byte) netl
 			Type:  netlink.HeaderType(unix.NFNL_SUBSYS_NFTABLES<<8 | typ),
 			Flags: netlink.Request | flags,
 		},
-		Data: append([]byte{protocol(c.family), unix.NFNETLINK_V0, 0, 0}, attrs...),
+		Data: append([]byte{c.protocol, unix.NFNETLINK_V0, 0, 0}, attrs...),
 	}
 }
 

@@ -72,6 +72,14 @@ func Gather(ctx context.Context, r status.Report) doctor.Facts {
 		f.Unread = oneline.Join(f.Unread, fmt.Errorf("read the rules of other firewalls: %w", e))
 	}
 	f.Blocks = slices.Concat(inIPTables, inNFTables)
+
+	devices := append(slices.Clone(r.Network.Devices), r.Interface.Name)
+	for _, b := range f.Bridges {
+		devices = append(devices, b.Name)
+	}
+	if f.Attached, e = attached(devices); e != nil {
+		f.Unread = oneline.Join(f.Unread, fmt.Errorf("read what is attached to devices: %w", e))
+	}
 	return f
 }
 
