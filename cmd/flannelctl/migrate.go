@@ -179,7 +179,11 @@ command ends when all have followed.`,
 		Example: "  flannelctl migrate status\n  flannelctl migrate status --wait",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			m, err := readMigration(cmd, store)
-			for waits && err == nil {
+			for said := ""; waits && err == nil; {
+				if now := m.waiting(); now != said {
+					said = now
+					fmt.Fprintln(cmd.ErrOrStderr(), now)
+				}
 				if err = wait.For(cmd.Context(), migrationPause); err == nil {
 					m, err = readMigration(cmd, store)
 				}
@@ -414,6 +418,12 @@ func (m *migration) addHost(r status.Report) {
 			m.Host.Waiting[p.Key] = p.Waiting
 		}
 	}
+}
+
+// waiting says in one line how far the hosts are.
+func (m migration) waiting() string {
+	return fmt.Sprintf("waiting: hosts with %s: %d, with %s: %d, with %s: %d",
+		phaseBefore, m.Phases[phaseBefore], phaseBoth, m.Phases[phaseBoth], phaseFinished, m.Phases[phaseFinished])
 }
 
 func (m migration) print(w io.Writer) {

@@ -14,6 +14,7 @@ import (
 	"strings"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/base/subnetfile"
 	"github.com/flanneld/flanneld/pkg/daemon"
@@ -177,6 +178,15 @@ func (o storeOptions) examineStore(ctx context.Context, fail func(string, error,
 		}
 		if len(missing) > 0 {
 			fail("the API server refuses this user", errors.New(strings.Join(missing, ", ")), "kubectl apply the ClusterRole of the manifests; see kubernetes.md")
+		}
+		if !slices.Contains(missing, "list nodes") {
+			nodes, err := kube.WithoutPodCIDR(ctx, o.kubeConfig())
+			if err != nil {
+				return p, err
+			}
+			if len(nodes) > 0 {
+				fail("Nodes have no podCIDR", errors.New(oneline.List(nodes, ", ")), "start kube-controller-manager with --allocate-node-cidrs and --cluster-cidr; see kubernetes.md")
+			}
 		}
 		none := ""
 		s := storeFlags{configMap: &none}

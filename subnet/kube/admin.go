@@ -145,6 +145,24 @@ func Missing(ctx context.Context, cfg Config) (missing []string, err error) {
 	return missing, nil
 }
 
+// WithoutPodCIDR returns the names of the Nodes to which the cluster has given no podCIDR.
+func WithoutPodCIDR(ctx context.Context, cfg Config) (names []string, err error) {
+	c, err := operatorClient(cfg)
+	if err != nil {
+		return nil, err
+	}
+	defer c.renew()
+	_, err = c.list(ctx, wire.NewDecoder(nil), query{}, func(n *wire.Node) {
+		if len(n.PodCIDR) == 0 && n.NumPodCIDRs == 0 {
+			names = append(names, string(n.Name))
+		}
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list nodes: %w", err)
+	}
+	return names, nil
+}
+
 // readerName stands for the name of this host's Node in a program that has none. No Node can have it.
 const readerName = "-"
 

@@ -56,3 +56,33 @@ func TestReadStreams(t *testing.T) {
 		server.Close()
 	}
 }
+
+// TestExecWithAnOlderServer checks that servers that know only the fourth version of the protocol, which are those
+// before Kubernetes 1.30, run commands too.
+func TestExecWithAnOlderServer(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if !strings.HasSuffix(r.URL.Path, "/exec") {
+			_, _ = w.Write([]byte(`{"items":[]}`))
+			return
+		}
+		conn, err := websocket.Accept(w, r, &websocket.AcceptOptions{Subprotocols: []string{"v4.channel.k8s.io"}})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		for _, m := range []string{"\x01" + conn.Subprotocol() + strings.Join(r.URL.Query()["command"], " "), "\x03" + `{"status":"Success"}`} {
+			_ = conn.Write(r.Context(), websocket.MessageBinary, []byte(m)) // the client may have ended
+		}
+		_ = conn.Close(websocket.StatusNormalClosure, "")
+	}))
+	defer server.Close()
+	d, err := FindDaemons(t.Context(), Config{APIURL: server.URL}, "net", "app=flannel")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	output, err := d.Exec(t.Context(), "pod", "container", 1000, "echo", "a")
+	if want := "v4.channel.k8s.ioecho a"; err != nil || string(output) != want {
+		t.Errorf("%q, %v, want %q", output, err, want)
+	}
+}

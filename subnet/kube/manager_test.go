@@ -661,6 +661,17 @@ func TestEntriesWithUnusablePodCIDRs(t *testing.T) {
 	}
 }
 
+// TestWithoutPodCIDR expects the names of the Nodes that cannot get a subnet, before flannel manages any.
+func TestWithoutPodCIDR(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.addNode(t, "with", "10.5.1.0/24")
+	f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody("without", nil))
+	names, err := WithoutPodCIDR(t.Context(), Config{Kubeconfig: f.kubeconfig(t, f.url, flannel)})
+	if err != nil || !slices.Equal(names, []string{"without"}) {
+		t.Errorf("%q, %v, want the Node without", names, err)
+	}
+}
+
 // TestRestartIsCheap expects that a restart requests in full only the two new Nodes, because the
 // podCIDRs of the others are known.
 func TestRestartIsCheap(t *testing.T) {

@@ -721,7 +721,8 @@ func TestFlannelctlMigrate(t *testing.T) {
 	default:
 	}
 	eventuallyPublished(t, l, 3, "host-gw", "")
-	if out := <-over; !strings.Contains(out, "the network does not migrate") || !strings.HasSuffix(out, "<nil>") {
+	if out := <-over; !strings.Contains(out, "waiting: hosts with present backend only: 0, with both backends: 3, with next backend only: 0") ||
+		!strings.Contains(out, "the network does not migrate") || !strings.HasSuffix(out, "<nil>") {
 		t.Errorf("flannelctl migrate status --wait: %s", out)
 	}
 	expect("there is no NextBackend to remove", "abort")
