@@ -133,3 +133,31 @@ func TestListTakesTurns(t *testing.T) {
 		}
 	}
 }
+
+// TestStartListsOnce starts a node that has no last known state. Choosing the interface, choosing the
+// subnet and the watch need all leases each, and one list is sufficient for the three.
+func TestStartListsOnce(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configSmall)
+	f.populate(t, 1000)
+	p := newProxy(t, f.server)
+	m := f.manager(t, throughProxy(p))
+	recall := func(own subnet.Claim) {
+		t.Helper()
+		if _, err := m.Recall(t.Context(), own); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	recall(subnet.Claim{})
+	list := p.sent.Load()
+	own := claim("192.0.2.1")
+	recall(own)
+	acquire(t, m, own)
+	(&restartableNode{f: f}).watchUntilCurrent(t, m, subnet.LedgerState{})
+
+	if sent := p.sent.Load(); sent > list*3/2 {
+		t.Errorf("the start received %d bytes, %d of them until the first list had arrived: it listed again", sent, list)
+	}
+}

@@ -17,7 +17,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	var l listing
 	var others []string
 	err := m.retry(ctx, sourceLease, func() (err error) {
-		if l, err = m.listOr(ctx, &stash{}); err == nil {
+		if l, err = m.listOr(ctx, &m.forAcquire); err == nil {
 			others, err = m.others(ctx, own, l.entries)
 		}
 		return err
