@@ -20,7 +20,8 @@ tail -n +1 -f --pid "$lab" "$work/output" | grep -q '^host3/pod1 *nsenter' || {
 	exit 1
 }
 inside=$(sed -n 's/^host1 *\(nsenter.*\)/\1/p' "$work/output")
-$inside curl -sSf -H 'Accept: text/html' http://127.0.0.1:8081/statusz >"$work/statusz.html"
+# The hosts of the lab all have the name of this machine.
+$inside curl -sSf -H 'Accept: text/html' http://127.0.0.1:8081/statusz | sed 's/<h1>[^ ]*/<h1>host1/' >"$work/statusz.html"
 chromium --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-background-networking \
 	--disable-component-update --disable-sync --host-resolver-rules='MAP * ~NOTFOUND' --user-data-dir="$work/chromium" \
 	--hide-scrollbars --window-size=1000,600 --screenshot="$work/statusz.png" "file://$work/statusz.html" 2>"$work/log" || {
