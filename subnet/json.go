@@ -126,6 +126,9 @@ func members(raw json.RawMessage) (all []member) {
 		}
 		all = append(all, m)
 	}
+	if _, err := d.Token(); err != nil { // the object is cut off
+		return nil
+	}
 	return all
 }
 

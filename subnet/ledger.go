@@ -10,8 +10,6 @@ import (
 	"slices"
 	"sync"
 	"time"
-
-	"github.com/gaissmai/bart"
 )
 
 // Ledger is the daemon's cache of the leases of other nodes, its peers. It decides when a peer is
@@ -24,7 +22,6 @@ type Ledger struct {
 	peers  map[string]knownLease
 	synced bool                 // a snapshot was applied since the last Restore; the ledger removes no peer before that
 	held   map[string]time.Time // the held peers, by key, with the end of the hold
-	index  heldIndex            // of held
 	// unreadable has the keys of leases that cannot be read, and of which the ledger knows no earlier
 	// version either.
 	unreadable map[string]struct{}
@@ -67,7 +64,6 @@ func (l *Ledger) Restore(state LedgerState, now time.Time) {
 			l.held[p.Lease.Key] = p.HeldUntil
 		}
 	}
-	l.index = l.newHeldIndex()
 }
 
 // First returns the n peers with the smallest keys, or all if there are fewer. Unlike State it does not
@@ -115,7 +111,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 		}
 	}
 
-	contradicted := sync.OnceValue(func() func(*Lease) bool { return contradictions(s.Leases, l.peers) })
+	contradicted := l.contradictedBy(s.Leases)
 	for key, peer := range l.peers {
 		if _, current := peers[key]; current {
 			continue
@@ -128,7 +124,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 		if latest := now.Add(TTL); !before || until.After(latest) { // the clock may have been set back
 			until = latest
 		}
-		if now.Before(until) && !contradicted()(peer.Lease) {
+		if now.Before(until) && !contradicted(peer.Lease) {
 			peers[key] = peer.detached()
 			held[key] = until
 		}
@@ -137,7 +133,6 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	l.peers = peers
 	l.synced = true
 	l.held = held
-	l.index = l.newHeldIndex()
 }
 
 // Follow applies the changes since the last snapshot or update. Its cost depends on the number
@@ -150,7 +145,14 @@ func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 	}
 
 	l.store = u.Store
-	dropped = l.contradictedBy(u)
+
+	// Unchanged leases contradict no held peer: Apply or an earlier call of Follow has compared them.
+	contradicted := l.contradictedBy(slices.DeleteFunc(slices.Collect(maps.Values(u.Changed)), func(c *Lease) bool { return c == nil }))
+	for key := range l.held {
+		if u.Changed[key] == nil && !slices.Contains(u.Undecodable, key) && contradicted(l.peers[key].Lease) {
+			dropped = append(dropped, key)
+		}
+	}
 	for _, key := range dropped {
 		l.remove(key)
 	}
@@ -194,73 +196,6 @@ func (l *Ledger) put(k knownLease) {
 func (l *Ledger) remove(key string) {
 	delete(l.peers, key)
 	delete(l.held, key)
-}
-
-// heldIndex finds the held peers that a changed lease may contradict. Only Apply and Restore hold
-// peers, and they make the index. It still has peers whose hold has ended since.
-type heldIndex struct {
-	bySubnet   *bart.Table[[]string]   // keys, by subnet
-	byPublicIP map[netip.Addr][]string // keys, by public IP
-}
-
-func (l *Ledger) newHeldIndex() heldIndex {
-	i := heldIndex{bySubnet: new(bart.Table[[]string]), byPublicIP: map[netip.Addr][]string{}}
-	for key := range l.held {
-		for _, e := range l.peers[key].Endpoints {
-			same, _ := i.bySubnet.Get(e.Subnet)
-			i.bySubnet.Insert(e.Subnet, append(same, key))
-			i.byPublicIP[e.PublicIP] = append(i.byPublicIP[e.PublicIP], key)
-		}
-	}
-	return i
-}
-
-// contradictedBy returns the sorted keys of held peers that the changed leases in u contradict, by the
-// rules of the function contradictions. It does not compare unchanged leases, because Apply and
-// earlier calls have compared these. It leaves out peers that the store has again with u.
-func (l *Ledger) contradictedBy(u Update) (keys []string) {
-	if len(l.held) == 0 {
-		return nil
-	}
-
-	note := func(candidates []string, contradicts func() bool) {
-		for _, key := range candidates {
-			_, held := l.held[key]
-			if held && u.Changed[key] == nil && !slices.Contains(u.Undecodable, key) && contradicts() {
-				keys = append(keys, key)
-			}
-		}
-	}
-
-	for _, lease := range u.Changed {
-		if lease == nil {
-			continue
-		}
-
-		for _, e := range lease.Endpoints {
-			for _, candidates := range l.index.bySubnet.Supernets(e.Subnet) {
-				note(candidates, func() bool { return true })
-			}
-			for _, candidates := range l.index.bySubnet.Subnets(e.Subnet) {
-				note(candidates, func() bool { return true })
-			}
-			if isSpecified(e.PublicIP) {
-				note(l.index.byPublicIP[e.PublicIP], func() bool { return !l.hasPeerAt(e) })
-			}
-		}
-	}
-	slices.Sort(keys)
-	return slices.Compact(keys)
-}
-
-// hasPeerAt reports whether a peer has the public IP and the subnet of e.
-func (l *Ledger) hasPeerAt(e Endpoint) bool {
-	for _, peer := range l.peers {
-		if slices.ContainsFunc(peer.Endpoints, func(p Endpoint) bool { return p.PublicIP == e.PublicIP && p.Subnet == e.Subnet }) {
-			return true
-		}
-	}
-	return false
 }
 
 // isSpecified reports whether a can be a public address. A lease without a public address has the
@@ -332,38 +267,44 @@ func (l *Ledger) Leases() iter.Seq[*Lease] {
 	}
 }
 
-// contradictions returns a function that reports whether one of the new leases in leases contradicts
-// a known lease. There are two cases. The subnets of both overlap, because another node has taken the
-// subnet. Or both have the same public IP, and none of peers had this public IP together with the
-// subnet of the new lease: the node of the known lease then has another subnet now. If one of peers had
-// both, that peer is another node with the same public IP.
-func contradictions(leases []*Lease, peers map[string]knownLease) func(*Lease) bool {
+// contradictedBy returns a function that reports whether one of the new leases contradicts a held peer. There
+// are two cases. The subnets of both overlap, because another node has taken the subnet. Or both have the same
+// public IP, and no peer had this public IP together with the subnet of the new lease: the node of the held
+// peer then has another subnet now. If a peer had both, it is another node with the same public IP.
+func (l *Ledger) contradictedBy(leases []*Lease) func(*Lease) bool {
 	type location struct {
 		public netip.Addr
 		subnet netip.Prefix
 	}
-	var subnets prefixTable
-	fresh := map[location]struct{}{}
-	for _, lease := range leases {
-		for _, e := range lease.Endpoints {
-			subnets.add(e.Subnet, prefixOwner{})
-			if isSpecified(e.PublicIP) {
-				fresh[location{e.PublicIP, e.Subnet}] = struct{}{}
+
+	// Usually no peer is held, and nobody asks.
+	find := sync.OnceValues(func() (*prefixTable, map[netip.Addr]struct{}) {
+		subnets := new(prefixTable)
+		fresh := map[location]struct{}{}
+		for _, lease := range leases {
+			for _, e := range lease.Endpoints {
+				subnets.add(e.Subnet, prefixOwner{})
+				if isSpecified(e.PublicIP) {
+					fresh[location{e.PublicIP, e.Subnet}] = struct{}{}
+				}
 			}
 		}
-	}
 
-	for _, peer := range peers {
-		for _, e := range peer.Endpoints {
-			delete(fresh, location{e.PublicIP, e.Subnet})
+		for _, peer := range l.peers {
+			for _, e := range peer.Endpoints {
+				delete(fresh, location{e.PublicIP, e.Subnet})
+			}
 		}
-	}
 
-	moved := map[netip.Addr]struct{}{}
-	for l := range fresh {
-		moved[l.public] = struct{}{}
-	}
+		moved := map[netip.Addr]struct{}{}
+		for at := range fresh {
+			moved[at.public] = struct{}{}
+		}
+		return subnets, moved
+	})
+
 	return func(known *Lease) bool {
+		subnets, moved := find()
 		return slices.ContainsFunc(known.Endpoints, func(e Endpoint) bool {
 			_, overlaps := subnets.find(e.Subnet)
 			_, gone := moved[e.PublicIP]

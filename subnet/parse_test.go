@@ -271,6 +271,8 @@ func TestKeys(t *testing.T) {
 		{`["a", 1]`, `{}`, "want a JSON object, have a JSON array"},
 		{`null`, `{}`, "want a JSON object, have null"},
 		{` `, `{}`, "want a JSON object, have nothing"},
+		{`{"a":1`, `{}`, "byte 6: unexpected end of JSON input"},
+		{`{"a":1,`, `{}`, "byte 7: unexpected end of JSON input"},
 	} {
 		if got := subnet.WithoutKey(json.RawMessage(tc.raw), "Backend"); string(got) != tc.without {
 			t.Errorf("%s without Backend: %s, want %s", tc.raw, got, tc.without)
