@@ -43,10 +43,9 @@ type SyncerConfig struct {
 // Pass is the result of a pass.
 type Pass struct {
 	Answered bool // the store has answered
-	Complete bool // the store has answered, and no lease is missing: see subnet.Update.Partial
 	News     bool // Answered is set, and Peers may return another result than after the last pass
 	Err      error
-	// OneBackend is set if Complete is set and no known lease of a host has data for another
+	// OneBackend is set if Answered is set and no known lease of a host has data for another
 	// backend than that of this host. All hosts have then finished the migration, or have all gone
 	// back to the former backend. OneBackend is only set if SyncerConfig.Migrated is.
 	OneBackend bool
@@ -74,7 +73,6 @@ type Syncer struct {
 	changed  map[string]struct{} // keys of leases that have changed since the last pass
 	all      bool                // the next pass must check all leases
 	answered bool                // a snapshot was applied
-	complete bool                // an update was applied that is not partial
 	news     bool                // see Pass
 
 	side   Side                // the part of leases that this host can use, unless Network is a Selector
@@ -123,10 +121,6 @@ func (s *Syncer) Publish(u subnet.Update) {
 	} else {
 		s.Ledger.Apply(u.Snapshot(), time.Now())
 		s.answered = true
-		s.all = true
-	}
-	if !s.complete && !u.Partial { // the next pass compares the kernel with all leases
-		s.complete = true
 		s.all = true
 	}
 
@@ -224,8 +218,8 @@ func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	expired := s.Ledger.Expire(time.Now())
-	set = Set{All: s.all || expired, Complete: s.complete, Unreadable: s.Ledger.HasUnreadable()}
-	pass = Pass{Answered: s.answered, Complete: s.complete, News: s.news || expired}
+	set = Set{All: s.all || expired, Complete: s.answered, Unreadable: s.Ledger.HasUnreadable()}
+	pass = Pass{Answered: s.answered, News: s.news || expired}
 
 	// The leases that are gone come first, so that leases in their place do not contradict them.
 	var present []string

@@ -232,34 +232,6 @@ func TestSetIsIncompleteBeforeFirstSnapshot(t *testing.T) {
 	})
 }
 
-// TestSetIsIncompleteWhileLeasesMayBeMissing publishes partial updates. The peers in them must be
-// served at once and count as an answer of the store, but the sets must be incomplete until an update
-// has all leases, even if that update changes nothing.
-func TestSetIsIncompleteWhileLeasesMayBeMissing(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		n := &network{}
-		var answered, news []bool
-		s, _ := runOnSync(t, n, func(p backend.Pass) {
-			answered = append(answered, p.Answered)
-			news = append(news, p.News)
-		}, lease(2, "two"))
-		expectSyncs(t, n, "host2")
-		partial := func(u subnet.Update) {
-			u.Partial = true
-			s.Publish(u)
-			synctest.Wait()
-		}
-		three := lease(3, "three")
-		partial(fullUpdate(snapshot(2, lease(2, "two"))))
-		partial(deltaUpdate(3, []subnet.Lease{three}))
-		s.Publish(deltaUpdate(4, nil))
-		expectSyncs(t, n, "host2", "host2", "host2 host3", "*host2 host3")
-		if want := []bool{false, true, true, true}; !slices.Equal(answered, want) || !slices.Equal(news, want) {
-			t.Errorf("passes were answered %v, with news %v, want %v", answered, news, want)
-		}
-	})
-}
-
 func TestRefusals(t *testing.T) {
 	alien := lease(4, "four")
 	alien.BackendType = "other"

@@ -44,7 +44,7 @@ type Lease struct {
 	Endpoints   []Endpoint        // one for each family that the lease has, IPv4 first
 	Permanent   bool              // it does not expire: a reservation, or this host's lease of a Kubernetes node
 	Expires     time.Time         // known only of this host's lease; zero if Permanent
-	LeaseID     int64             `json:",omitempty"` // of etcd's lease; known only of this host's lease
+	LeaseID     int64             `json:",omitempty"` // of etcd's lease; zero if Permanent
 }
 
 // Endpoint returns the lease's endpoint of family f. ok is false if the lease has none.

@@ -277,7 +277,7 @@ func (l *Ledger) contradictedBy(leases []*Lease) func(*Lease) bool {
 		subnet netip.Prefix
 	}
 
-	// Usually no peer is held, and nobody asks.
+	// Usually no peer is held, and the tables are not needed.
 	find := sync.OnceValues(func() (*prefixTable, map[netip.Addr]struct{}) {
 		subnets := new(prefixTable)
 		fresh := map[location]struct{}{}

@@ -60,10 +60,6 @@ type Snapshot struct {
 // name those that have changed, and Snapshot returns all of them.
 type Update struct {
 	Store StoreID
-	// Partial is set if the store may have other leases, because a manager that continues from the
-	// last known state has not got all changes since then. A receiver must not take a lease that is
-	// missing for one that does not exist. A later update has all leases, even if none has changed.
-	Partial bool
 	// Changed has the leases that differ from the update before, by key, nil for a lease that is
 	// gone. The leases are shared and read-only. If the map is nil, any lease may have changed. If
 	// Changed and Undecodable are empty, only the revision of the store has changed. A receiver that

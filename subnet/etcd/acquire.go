@@ -68,16 +68,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 		return err
 	}
 	writes := m.writes
-	err = m.asPermitted(ctx, func(may *rights) error {
-		err := m.acquireFrom(ctx, l, pools, c, spare, may)
-		if !errors.Is(err, errPartial) {
-			return err
-		}
-		if l, err = m.list(ctx); err != nil {
-			return err
-		}
-		return m.acquireFrom(ctx, l, pools, c, spare, may)
-	})
+	err = m.asPermitted(ctx, func(may *rights) error { return m.acquireFrom(ctx, l, pools, c, spare, may) })
 
 	switch {
 	case err == nil:
@@ -92,12 +83,8 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	return err
 }
 
-// errPartial means that subnets have to be chosen, and the listing may lack leases that have them.
-var errPartial = errors.New("leases may be missing")
-
-// acquireFrom takes or renews this host's lease, given a listing that may be up to stashTime old. It
-// returns errPartial if only a complete listing tells which subnets are free. spare is the etcd
-// lease for all tries of one Acquire: see ensureGrant.
+// acquireFrom takes or renews this host's lease, given a listing that may be up to stashTime old. spare is
+// the etcd lease for all tries of one Acquire: see ensureGrant.
 func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Pool, c subnet.Claim, spare *grant, may *rights) error {
 	for _, e := range l.entries {
 		m.recognize(ctx, e)
@@ -108,14 +95,7 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 	if err != nil {
 		return err
 	}
-	relationOf := m.relationTo(c, may, others)
-	if err := m.completeOwn(ctx, &l, relationOf); err != nil {
-		return err
-	}
-	p, err := choose(pools, m.previous(c), m.former(), m.own, relationOf, may, l.entries)
-	if p.keep == nil && l.partial() {
-		return errPartial
-	}
+	p, err := choose(pools, m.previous(c), m.former(), m.own, m.relationTo(c, may, others), may, l.entries)
 	if errors.Is(err, subnet.ErrNoSubnets) {
 		m.exhausted.Store(&exhaustedPool{pools, who, l.store})
 	}
@@ -168,27 +148,6 @@ func (m *Manager) former() []netip.Prefix {
 		return nil
 	}
 	return m.cfg.Former()
-}
-
-// completeOwn reads again those leases of this node that came into l from the last known state, and
-// puts them into l. A write needs the revision of their last write, which that state does not have,
-// and a partial listing may have them as they were.
-// It returns errPartial if one of them is gone or belongs to another node by now.
-func (m *Manager) completeOwn(ctx context.Context, l *listing, relationOf func(entry) relation) error {
-	for i, e := range l.entries {
-		if e.modRevision != 0 && !l.partial() || relationOf(e) == foreign {
-			continue
-		}
-		found, _, err := m.read(ctx, e.key)
-		switch {
-		case err != nil:
-			return err
-		case found == nil || found.createRevision != e.createRevision || relationOf(*found) == foreign:
-			return errPartial
-		}
-		l.entries[i] = *found
-	}
-	return nil
 }
 
 // update makes this host's lease publish c, if the manager has a lease with the subnets of c, these fit

@@ -26,13 +26,9 @@ const (
 // compareAt compares the cache with the store as it was at the revision of the cache: the number of
 // keys, and the key that was written last. A store that was emptied, or restored from a backup, and
 // used since may have the same id and the same revision with other leases. compareAt returns
-// unknown if the revision was compacted, or if the cache does not know the key that was written
-// last.
+// unknown if the revision was compacted.
 func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison, error) {
-	at, known := cache.mark()
-	if !known {
-		return unknown, nil
-	}
+	at := cache.mark()
 	was, is, err := m.readPast(ctx, cache.store.Revision, at.newest.key)
 	if was != nil && was.matches(at) {
 		is = same
@@ -41,21 +37,21 @@ func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison,
 }
 
 // recognizeStore compares the last known state with the store as it was at the revision of that
-// state. If they are the same, it returns a cache of the leases at that revision. It returns unknown if they cannot be
-// compared, because the revision was compacted or leases are missing in the state. In all other
-// cases it returns another.
-func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leaseCache, is comparison, err error) {
+// state. If they are the same, it returns a cache of the leases at that revision, and the present revision of the
+// store. It returns unknown if they cannot be compared, because the revision was compacted or leases are missing in
+// the state. In all other cases it returns another.
+func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leaseCache, now int64, is comparison, err error) {
 	was, is, err := m.readPast(ctx, k.store.Revision, k.newest.key, k.own)
 	if was == nil || was.store.ID != k.store.ID || !was.matches(k.mark) {
-		return nil, is, err
+		return nil, 0, is, err
 	}
 
-	cache = &leaseCache{entries: maps.Clone(k.entries), store: k.store, head: was.store.Revision, restored: k.newest.revision}
+	cache = &leaseCache{entries: maps.Clone(k.entries), store: k.store}
 	maps.Copy(cache.entries, was.entries)
 	if cache.count() != k.count { // leases that could not be read are missing in the state
-		return nil, unknown, nil
+		return nil, 0, unknown, nil
 	}
-	return cache, same, nil
+	return cache, was.store.Revision, same, nil
 }
 
 // past is what the store had at an earlier revision.
@@ -86,27 +82,22 @@ func (m *Manager) readPast(ctx context.Context, revision int64, keys ...string) 
 		}
 	}
 
-	is = another
-	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Txn(ctx).Then(ops...).Commit()
-		switch {
-		case errors.Is(err, rpctypes.ErrCompacted): // a watch could not start at that revision either
-			is = unknown
-			return nil
-		case errors.Is(err, rpctypes.ErrFutureRev): // so it is another store
-			return nil
-		case err != nil:
-			return err
-		}
+	resp, err := m.readAll(ctx, ops...)
+	switch {
+	case errors.Is(err, rpctypes.ErrCompacted): // a watch could not start at that revision either
+		return nil, unknown, nil
+	case errors.Is(err, rpctypes.ErrFutureRev): // so it is another store
+		return nil, another, nil
+	case err != nil:
+		return nil, another, err
+	}
 
-		was = &past{count: resp.Responses[0].GetResponseRange().Count, entries: map[string]*entry{}, store: storeID(resp.Header)}
-		for _, r := range resp.Responses[1:] {
-			for _, kv := range r.GetResponseRange().Kvs {
-				e := m.entry(kv)
-				was.entries[e.key] = &e
-			}
+	was = &past{count: resp.Responses[0].GetResponseRange().Count, entries: map[string]*entry{}, store: storeID(resp.Header)}
+	for _, r := range resp.Responses[1:] {
+		for _, kv := range r.GetResponseRange().Kvs {
+			e := m.entry(kv)
+			was.entries[e.key] = &e
 		}
-		return nil
-	})
-	return was, is, err
+	}
+	return was, another, nil
 }

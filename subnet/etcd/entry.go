@@ -33,29 +33,13 @@ func (e *entry) is(modRevision int64, lease clientv3.LeaseID) bool {
 	return e.modRevision == modRevision && e.leaseID == lease
 }
 
-// mayEqual reports whether listed may be the same state of the same key as e. It cannot be certain
-// if e comes from the last known state, without the revision of its last write.
-func (e *entry) mayEqual(listed entry) bool {
-	if e.modRevision == 0 {
-		return e.createRevision == listed.createRevision
-	}
-	return e.is(listed.modRevision, listed.leaseID)
-}
-
-// listing contains all leases at one revision, sorted by key, or the last known state brought up to
-// date.
+// listing contains all leases at one revision, sorted by key.
 type listing struct {
-	entries []entry
-	store   subnet.StoreID
-	read    time.Time
-	// restored is not zero if the listing comes from the last known state: see leaseCache.restored.
-	restored int64
-	// head is the revision from which on the listing would be complete: see leaseCache.partial.
-	head int64
+	entries  []entry
+	store    subnet.StoreID
+	read     time.Time
+	restored bool // it is the last known state, brought up to date: most entries have no value
 }
-
-// partial reports whether the store may have other leases than the listing.
-func (l listing) partial() bool { return l.store.Revision < l.head }
 
 // identity returns the address by which a node recognizes its own leases: its public IPv4 address
 // if it has one, otherwise its public IPv6 address. It is invalid if c has neither.

@@ -159,7 +159,7 @@ func TestAnswersToProbes(t *testing.T) {
 			defer watchdog.Stop()
 			received := make(chan error, 1)
 			go func() {
-				received <- m.receive(ctx, s, watchdog, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
+				received <- m.receive(s, watchdog, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
 					if resp.Created {
 						created <- struct{}{}
 					}

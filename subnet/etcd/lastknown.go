@@ -4,7 +4,6 @@ package etcd
 
 import (
 	"fmt"
-	"net/netip"
 	"slices"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -19,12 +18,13 @@ type lastKnown struct {
 	store   subnet.StoreID
 	own     string            // key of this host's lease; empty: none
 	created int64             // revision at which this host's lease was created
-	entries map[string]*entry // of other nodes, by key; leases have unknownLeaseID
+	entries map[string]*entry // of other nodes, by key, without values
 	mark
 }
 
 // newLastKnown returns the last known state in cfg, or nil if it cannot be used because it has no
-// valid mark or revision, a lease that does not match its key, or this host's lease among the peers.
+// valid mark or revision, a lease that does not match its key or lacks its revision or etcd lease, as in states of
+// earlier versions, or this host's lease among the peers.
 func newLastKnown(cfg Config) *lastKnown {
 	k := &lastKnown{store: cfg.Known.Store, own: cfg.Own.Key, created: int64(cfg.Own.Order), entries: make(map[string]*entry, len(cfg.Known.Peers))}
 	var ok bool
@@ -38,13 +38,11 @@ func newLastKnown(cfg Config) *lastKnown {
 			continue
 		}
 
-		e := &entry{key: p.Lease.Key, lease: p.Lease, createRevision: int64(p.Lease.Order)}
-		if !p.Lease.Permanent {
-			e.leaseID = unknownLeaseID
+		e := &entry{
+			key: p.Lease.Key, lease: p.Lease, subnets: p.Lease.Subnets(), leaseID: clientv3.LeaseID(p.Lease.LeaseID),
+			createRevision: int64(p.Lease.Order), modRevision: int64(p.Lease.Claimed),
 		}
-
-		var err error
-		if e.subnets, err = codec.ParseKey(e.key); err != nil || e.key == k.own || !matchesKey(e.lease, e.key) {
+		if e.key == k.own || !matchesKey(e) || e.modRevision == 0 || e.leased() == p.Lease.Permanent {
 			return nil
 		}
 		k.entries[e.key] = e
@@ -62,16 +60,11 @@ func (k *lastKnown) survivesIn(l listing) bool {
 	})
 }
 
-// matchesKey reports whether the endpoints of a lease have exactly the subnets that its key names.
-func matchesKey(l subnet.Lease, key string) bool {
-	subnets, err := codec.ParseKey(key)
-	return err == nil && slices.EqualFunc(subnets, l.Endpoints, func(s netip.Prefix, e subnet.Endpoint) bool { return s == e.Subnet })
+// matchesKey reports whether e has exactly the subnets that its key names.
+func matchesKey(e *entry) bool {
+	subnets, err := codec.ParseKey(e.key)
+	return err == nil && slices.Equal(subnets, e.subnets)
 }
-
-// unknownLeaseID stands for the id of the etcd lease of an entry that comes from the last known
-// state. The id is not known, and neither is the revision of the last write, which is zero in such
-// an entry.
-const unknownLeaseID clientv3.LeaseID = -1
 
 // mark is what restore needs to recognize the store at a revision. Another history of the store is
 // unlikely to have the same mark, because ids of etcd leases are random.

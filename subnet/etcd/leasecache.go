@@ -15,24 +15,17 @@ import (
 type leaseCache struct {
 	entries        map[string]*entry // by key, without their values; retained leases too
 	store          subnet.StoreID    // the cache has the leases of exactly this revision; 0: there was no list yet
-	head           int64             // revision that the store had when it recognized the last known state; see partial
 	configRevision int64             // revision up to which the configuration is known
 	stale          bool              // the leases must be listed before the next watch
 	another        bool              // the store is another one than that of the former cache, even if both have the same id
 	// byAge has all entries, sorted by the revision of their last write, and some entries that the
 	// cache does not have any more. It is nil if newestEntry has to sort them again.
 	byAge []*entry
-	// restored is the revision of the newest entry that came from the last known state. Other
-	// entries of that state have no revision. Zero: all entries were read in this run, or an audit
-	// has compared them.
-	restored int64
-	auditAt  time.Time // when to audit a restored cache
+	// auditAt is when to audit a cache that was restored from the last known state. It is zero if all entries were
+	// read in this run, or an audit has compared them.
+	auditAt time.Time
 	gracePeriod
 }
-
-// partial reports whether the store may have other leases than the cache: the cache comes from the
-// last known state, and not all events have come that the store already had at the start.
-func (c *leaseCache) partial() bool { return c.store.Revision < c.head }
 
 // count returns the number of leases that the store has, so without the retained ones.
 func (c *leaseCache) count() int64 { return int64(len(c.entries) - len(c.expiring)) }
@@ -49,18 +42,10 @@ func (c *leaseCache) written(e *entry) {
 	}
 }
 
-// replace puts an entry of a list into the cache, in place of the entry with the same key if there
-// is one.
-func (c *leaseCache) replace(e *entry) {
-	c.entries[e.key] = e
-	c.byAge = nil // e may have any age
-}
-
 // newestEntry returns the entry that was written last of those that the store has, or nil if there
-// is none. known is false if the result is uncertain: entries from the last known state have no
-// revision, and one of them may be newer. After a lease is gone, it does not look at all entries: with
-// 10,000 leases that would take as long as all else that a change takes.
-func (c *leaseCache) newestEntry() (newest *entry, known bool) {
+// is none. After a lease is gone, it does not look at all entries: with 10,000 leases that would take as
+// long as all else that a change takes.
+func (c *leaseCache) newestEntry() *entry {
 	if c.byAge == nil || len(c.byAge) > 2*len(c.entries)+spareAges {
 		c.byAge = slices.SortedFunc(maps.Values(c.entries), func(x, y *entry) int { return cmp.Compare(x.modRevision, y.modRevision) })
 	}
@@ -69,12 +54,12 @@ func (c *leaseCache) newestEntry() (newest *entry, known bool) {
 		_, expiring := c.expiring[e.key]
 		switch there := c.entries[e.key] == e; {
 		case there && !expiring:
-			return e, e.modRevision >= max(c.restored, 1)
+			return e
 		case !there && i == len(c.byAge)-1:
 			c.byAge = c.byAge[:i]
 		}
 	}
-	return nil, true
+	return nil
 }
 
 // mayPrecede reports whether the cache may be an earlier state of the store that has the leases l.
@@ -82,7 +67,7 @@ func (c *leaseCache) newestEntry() (newest *entry, known bool) {
 func (c *leaseCache) mayPrecede(l listing) bool {
 	return !slices.ContainsFunc(l.entries, func(e entry) bool {
 		known := c.entries[e.key]
-		return e.modRevision > 0 && e.modRevision <= c.store.Revision && (known == nil || !known.mayEqual(e))
+		return e.modRevision <= c.store.Revision && (known == nil || !known.is(e.modRevision, e.leaseID))
 	})
 }
 
@@ -142,10 +127,10 @@ func (c *leaseCache) update(own *self, changed map[string]*subnet.Lease) subnet.
 		}
 	}
 	c.store.Mark = ""
-	if w, known := c.mark(); known && !c.unreadable(w.newest.key) { // the state file contains no unreadable lease, so with one the next start must list all anyway
+	if w := c.mark(); !c.unreadable(w.newest.key) { // the state file contains no unreadable lease, so with one the next start must list all anyway
 		c.store.Mark = w.String()
 	}
-	return subnet.Update{Store: c.store, Partial: c.partial(), Changed: changed, Snapshot: func() subnet.Snapshot { return c.snapshot(own) }}
+	return subnet.Update{Store: c.store, Changed: changed, Snapshot: func() subnet.Snapshot { return c.snapshot(own) }}
 }
 
 func (c *leaseCache) snapshot(own *self) subnet.Snapshot {
@@ -162,12 +147,11 @@ func (c *leaseCache) snapshot(own *self) subnet.Snapshot {
 	return s
 }
 
-// mark returns the mark of the store at the revision of the cache. known is false if the key that was
-// written last is not known.
-func (c *leaseCache) mark() (w mark, known bool) {
-	newest, known := c.newestEntry()
+// mark returns the mark of the store at the revision of the cache.
+func (c *leaseCache) mark() mark {
+	newest := c.newestEntry()
 	if newest == nil {
-		return mark{}, known
+		return mark{}
 	}
-	return mark{c.count(), newestKey{newest.key, newest.modRevision, newest.leaseID}}, known
+	return mark{c.count(), newestKey{newest.key, newest.modRevision, newest.leaseID}}
 }

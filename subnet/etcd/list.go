@@ -34,7 +34,7 @@ func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 	if e.subnets, e.err = codec.ParseKey(e.key); e.err != nil {
 		return e
 	}
-	e.lease = subnet.Lease{Key: e.key, Order: uint64(kv.CreateRevision), Claimed: uint64(kv.ModRevision), Permanent: kv.Lease == 0}
+	e.lease = subnet.Lease{Key: e.key, Order: uint64(kv.CreateRevision), Claimed: uint64(kv.ModRevision), Permanent: kv.Lease == 0, LeaseID: kv.Lease}
 	var c subnet.Claim
 	c, e.err = codec.Decode(e.subnets, kv.Value)
 	e.lease.BackendType = c.BackendType
@@ -105,6 +105,15 @@ func (m *Manager) listAt(ctx context.Context, revision int64) (listing, error) {
 
 func storeID(h *pb.ResponseHeader) subnet.StoreID {
 	return subnet.StoreID{ID: fmt.Sprintf("%x", h.ClusterId), Revision: h.Revision}
+}
+
+// readAll makes several reads at one revision.
+func (m *Manager) readAll(ctx context.Context, ops ...clientv3.Op) (resp *clientv3.TxnResponse, err error) {
+	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
+		resp, err = c.Txn(ctx).Then(ops...).Commit()
+		return err
+	})
+	return resp, err
 }
 
 // read returns the entry with that key and the store's revision. found is nil if the key does not

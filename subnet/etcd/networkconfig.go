@@ -28,50 +28,51 @@ func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
 // config reads the configuration once. It returns subnet.ErrNoConfig, wrapped, if there is none. It
 // also returns the pools, so that a configuration without usable pools is refused as early as one
 // that cannot be read.
-func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, error) {
-	var resp *clientv3.GetResponse
-	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
-		resp, err = c.Get(ctx, m.configKey())
-		return err
-	})
-	if err != nil {
+func (m *Manager) config(ctx context.Context) (cfg subnet.Config, pools []subnet.Pool, err error) {
+	text, _, err := m.configText(ctx)
+	switch {
+	case err != nil:
 		return subnet.Config{}, nil, err
-	}
-	if len(resp.Kvs) == 0 {
+	case text == nil:
 		return subnet.Config{}, nil, fmt.Errorf("%w: etcd key %s does not exist (it must be put with the etcd v3 API)",
 			subnet.ErrNoConfig, m.configKey())
 	}
 
-	cfg, err := subnet.ParseConfig(resp.Kvs[0].Value)
-	if err != nil {
-		return subnet.Config{}, nil, fmt.Errorf("etcd key %s: %w", m.configKey(), err)
+	if cfg, err = subnet.ParseConfig(text); err == nil {
+		pools, err = cfg.Pools()
 	}
-	pools, err := cfg.Pools()
 	if err != nil {
 		return subnet.Config{}, nil, fmt.Errorf("etcd key %s: %w", m.configKey(), err)
 	}
 	return cfg, pools, nil
 }
 
-// reportConfig reads the configuration, passes it to OnConfig, and records in cache the present
-// revision of the store, because the configuration is known up to that revision. It returns the id
-// and the present revision of the store.
-func (m *Manager) reportConfig(ctx context.Context, cache *leaseCache) (subnet.StoreID, error) {
-	var id subnet.StoreID
-	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+// configText reads the text of the configuration, which is nil if there is none, and the id and the present
+// revision of the store.
+func (m *Manager) configText(ctx context.Context) (text []byte, id subnet.StoreID, err error) {
+	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, m.configKey())
 		if err != nil {
 			return err
 		}
 		id = storeID(resp.Header)
-		cache.configRevision = id.Revision
-		var text []byte
 		for _, kv := range resp.Kvs {
 			text = given(kv.Value)
 		}
-		m.onConfig(text)
 		return nil
 	})
+	return text, id, err
+}
+
+// reportConfig reads the configuration, passes it to OnConfig, and records in cache the present
+// revision of the store, because the configuration is known up to that revision. It returns the id
+// and the present revision of the store.
+func (m *Manager) reportConfig(ctx context.Context, cache *leaseCache) (subnet.StoreID, error) {
+	text, id, err := m.configText(ctx)
+	if err == nil {
+		cache.configRevision = id.Revision
+		m.onConfig(text)
+	}
 	return id, err
 }
 

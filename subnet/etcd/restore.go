@@ -4,15 +4,13 @@ package etcd
 
 import (
 	"context"
-	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"time"
 
-	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
 	"k8s.io/klog/v2"
-
-	"github.com/flanneld/flanneld/subnet"
 )
 
 // listOr returns the first of these that is available: the listing in s if it is not too old, the
@@ -45,55 +43,87 @@ func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
 	return l, err
 }
 
-// restore returns the last known state, with the changes since then that come in time: see catchUp.
-// So the store sends only the changes, and not all leases. If the store is not the same, or that is
-// not known, because the revision of the state was compacted, all leases have to be listed.
+// restore returns the last known state, with the changes since then. So the store sends only the changes,
+// and not all leases. If the store is not the same, or that is not known, because the revision of the state
+// was compacted, all leases have to be listed.
 func (m *Manager) restore(ctx context.Context, k *lastKnown) (l listing, is comparison, err error) {
-	cache, is, err := m.recognizeStore(ctx, k)
-	if err == nil && is == same {
+	cache, now, is, err := m.recognizeStore(ctx, k)
+	if err == nil && is == same && now > cache.store.Revision {
 		err = m.catchUp(ctx, cache)
 	}
-
-	switch {
-	case errors.Is(err, errRelist):
-		return listing{}, unknown, nil
-	case err != nil, is != same:
+	if err != nil || is != same {
 		return listing{}, is, err
 	}
 
-	l = listing{store: cache.store, head: cache.head, read: time.Now(), restored: max(cache.restored, 1)}
+	l = listing{store: cache.store, read: time.Now(), restored: true}
 	for _, key := range slices.Sorted(maps.Keys(cache.entries)) {
 		l.entries = append(l.entries, *cache.entries[key])
 	}
 	return l, same, nil
 }
 
-// errCaughtUp ends the watch of catchUp.
-var errCaughtUp = errors.New("all events have come, or the time is over")
-
-// catchUp applies the events since the last known state to the cache. It returns when all have come,
-// and no later than timing.catchUp, because nothing depends on it but the choice of a reservation
-// that was made while the host was down. The events that are missing then come in Watch. catchUp
-// returns errRelist if the store does not have the events.
+// catchUp brings a cache to the present revision of its store. It reads the leases that were written since
+// the revision of the cache, and counts all leases. If there are fewer than in the cache, some are gone.
 func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
-	if !cache.partial() {
-		return nil
+	resp, err := m.readAll(ctx,
+		clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithMinModRev(cache.store.Revision+1)),
+		clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly()))
+	if err != nil {
+		return fmt.Errorf("read the changes since the last known state: %w", err)
 	}
 
-	ctx, cancel := context.WithTimeoutCause(ctx, m.timing.catchUp, errCaughtUp)
-	defer cancel()
-
-	err := m.follow(ctx, []string{m.dir}, cache.store.Revision+1, watcher{partial: cache.partial, on: func(resp *pb.WatchResponse, confirmed int64) error {
-		if err := m.advance(ctx, cache, resp, confirmed, func(subnet.Update) {}); err != nil {
-			return err
-		}
-		if !cache.partial() {
-			return errCaughtUp
-		}
-		return nil
-	}})
-	if errors.Is(err, errCaughtUp) || errors.Is(context.Cause(ctx), errCaughtUp) {
+	cache.store = storeID(resp.Header)
+	for _, kv := range resp.Responses[0].GetResponseRange().Kvs {
+		e := m.entry(kv)
+		cache.entries[e.key] = &e
+	}
+	if cache.count() == resp.Responses[1].GetResponseRange().Count {
 		return nil
 	}
-	return err
+	return m.removeGone(ctx, cache)
+}
+
+// parts is into how many parts removeGone divides a cache, at most. etcd allows 128 operations in a transaction.
+const parts = 64
+
+// removeGone removes the leases that the store does not have any more at the revision of the cache. It counts
+// the keys of each part of the cache, and then lists only the parts that have lost some.
+func (m *Manager) removeGone(ctx context.Context, cache *leaseCache) error {
+	at := clientv3.WithRev(cache.store.Revision)
+	all := slices.Collect(slices.Chunk(slices.Sorted(maps.Keys(cache.entries)), len(cache.entries)/parts+1))
+	get := func(part []string, option clientv3.OpOption) clientv3.Op {
+		return clientv3.OpGet(m.dir+part[0], clientv3.WithRange(m.dir+part[len(part)-1]+"\x00"), at, option)
+	}
+
+	var ops []clientv3.Op
+	for _, part := range all {
+		ops = append(ops, get(part, clientv3.WithCountOnly()))
+	}
+	counts, err := m.readAll(ctx, ops...)
+	if err != nil {
+		return fmt.Errorf("count leases: %w", err)
+	}
+
+	gone := map[string]bool{}
+	ops = nil
+	for i, part := range all {
+		if counts.Responses[i].GetResponseRange().Count < int64(len(part)) {
+			ops = append(ops, get(part, clientv3.WithKeysOnly()))
+			for _, key := range part {
+				gone[key] = true
+			}
+		}
+	}
+	lists, err := m.readAll(ctx, ops...)
+	if err != nil {
+		return fmt.Errorf("look for leases that are gone: %w", err)
+	}
+
+	for _, r := range lists.Responses {
+		for _, kv := range r.GetResponseRange().Kvs {
+			delete(gone, m.keyOf(kv))
+		}
+	}
+	maps.DeleteFunc(cache.entries, func(key string, _ *entry) bool { return gone[key] })
+	return nil
 }

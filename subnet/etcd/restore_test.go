@@ -14,8 +14,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -374,73 +372,27 @@ func TestRestartWithAFailedList(t *testing.T) {
 	}
 }
 
-// startedOnce returns an etcd, and the last known state of a node that has started there and
-// stopped. The etcd and the state have only one lease, 10.5.255.0-24. The state has a revision and
-// a mark.
-func startedOnce(t *testing.T) (*fixture, subnet.LedgerState) {
-	t.Helper()
-	f := newFixture(t, newServer(t))
-	f.put(t, "config", configSmall)
-	k := &restartableNode{f: f}
-	k.restart(t, "", nil)
-	return f, k.savedState(t)
-}
-
 // recognized returns a cache with the last known leases of m. The test fails if m does not
 // recognize its store.
 func recognized(t *testing.T, m *Manager) *leaseCache {
 	t.Helper()
-	cache, is, err := m.recognizeStore(t.Context(), m.known.Load())
+	cache, _, is, err := m.recognizeStore(t.Context(), m.known.Load())
 	if is != same || err != nil {
 		t.Fatalf("the store is %v, want %v (%v)", is, same, err)
 	}
 	return cache
 }
 
-// TestRestartAsksUntilAllEventsHaveCome checks that a host probes again and again until the watch
-// says that all events have come. etcd drops a probe that comes too early, and sends nothing else
-// that says it.
-func TestRestartAsksUntilAllEventsHaveCome(t *testing.T) {
-	t.Parallel()
-	f, state := startedOnce(t)
-	f.put(t, "other", "")
-	m := f.manager(t, func(c *Config) { c.Known = state })
-	m.timing.quiet, m.timing.catchUp = endless, endless
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	defer cancel()
-	if _, is, err := m.restore(ctx, m.known.Load()); is != same || err != nil {
-		t.Errorf("the store is %v, want %v (%v)", is, same, err)
-	}
-}
-
-// TestRestartWaitsForNothing restarts a node while no event of the watch comes in time. The node must
-// have the last known leases at once. Its updates must be partial until the watch has brought all
-// changes, and it must list nothing.
-func TestRestartWaitsForNothing(t *testing.T) {
-	t.Parallel()
-	f, state := startedOnce(t)
-	f.populate(t, 3)
-	m := f.manager(t, func(c *Config) { c.Known = state })
-	m.timing.catchUp = time.Nanosecond
-	m.timing.unconfirmed = endless
-	updates, _ := watchUpdates(t, m)
-
-	first := waittest.Receive(t, patience, "the last known leases", updates)
-	if !first.Partial || first.leases != 1 {
-		t.Errorf("the first update is partial: %v, with %d leases, want true and 1", first.Partial, first.leases)
-	}
-	last := untilComplete(t, updates)
-	if last.leases != 4 || last.Changed == nil {
-		t.Errorf("the complete update has %d leases, and is a list: %v, want 4 and false", last.leases, last.Changed == nil)
-	}
-}
-
-// TestRestartWithoutConfirmation restarts a node at servers that do not say when they have sent all
-// events. If no event comes at all, the node must list the leases soon.
-func TestRestartWithoutConfirmation(t *testing.T) {
+// TestRestartKnowsAllAtOnce restarts a node at servers that differ in what they say about the progress of a watch.
+// The first update must have what has changed meanwhile.
+func TestRestartKnowsAllAtOnce(t *testing.T) {
 	t.Parallel()
 	const old = "/usr/bin/etcd" // 3.4.23
 	for name, server := range map[string]func(*testing.T) (direct, used *server){
+		"etcd": func(t *testing.T) (direct, used *server) {
+			direct = newServer(t)
+			return direct, direct
+		},
 		"etcd 3.4.23": func(t *testing.T) (direct, used *server) {
 			direct = newServer(t, func(s *server) { s.program = old })
 			return direct, direct
@@ -454,61 +406,38 @@ func TestRestartWithoutConfirmation(t *testing.T) {
 			direct, used := server(t)
 			f := newFixture(t, direct)
 			f.put(t, "config", configSmall)
+			f.populate(t, 300)
 			k := &restartableNode{f: f}
 			k.restart(t, "", nil)
 			state := k.savedState(t)
-			state.Store.Revision = f.put(t, "other", "") // no event of a lease has this revision or a later one
+			for _, gone := range []string{"10.5.0.0-28", "10.5.3.16-28", "10.5.3.32-28", "10.5.255.0-24"} {
+				f.delete(t, "subnets/"+gone)
+			}
+			f.put(t, "subnets/10.5.3.32-28", leaseValue("192.0.2.32"), f.grant(t, 60))
+			f.put(t, "subnets/10.5.4.0-28", leaseValue("192.0.2.44"), f.grant(t, 60))
+			f.put(t, "subnets/10.6.0.0-28", leaseValue("192.0.2.60"), f.grant(t, 60))
 			f.put(t, "other", "")
+			want := k.stored(t)
+
 			f.server = used
 			m := f.manager(t, func(c *Config) { c.Known = state })
-			m.timing.catchUp = 200 * time.Millisecond
-			updates, _ := watchUpdates(t, m)
-
-			if first := waittest.Receive(t, patience, "the last known leases", updates); !first.Partial {
-				t.Error("the first update is not partial")
+			l, err := m.listOr(t.Context(), &stash{})
+			if err != nil || !l.restored {
+				t.Fatalf("the listing is the last known state: %v, want true (%v)", l.restored, err)
 			}
-			if last := untilComplete(t, updates); last.Changed != nil || last.leases != 1 {
-				t.Errorf("the complete update is a list: %v, with %d leases, want true and 1", last.Changed == nil, last.leases)
+			have := map[string]string{}
+			for _, e := range l.entries {
+				have[e.key] = describe(e.lease)
+			}
+			if diff := gocmp.Diff(want, have); diff != "" {
+				t.Errorf("leases (-store +known):\n%s", diff)
 			}
 		})
 	}
 }
 
-// countedUpdate is an update with the number of leases in its snapshot.
-type countedUpdate struct {
-	subnet.Update
-	leases int
-}
-
-// watchUpdates runs Watch until the test ends or stop is called.
-func watchUpdates(t *testing.T, m *Manager) (updates chan countedUpdate, stop func()) {
-	t.Helper()
-	updates = make(chan countedUpdate, 100)
-	ctx, cancel := contextWithCancel(t)
-	done := make(chan error, 1)
-	go func() {
-		done <- m.Watch(ctx, func(u subnet.Update) { updates <- countedUpdate{u, len(u.Snapshot().Leases)} })
-	}()
-	stop = sync.OnceFunc(func() {
-		cancel()
-		<-done
-	})
-	t.Cleanup(stop)
-	return updates, stop
-}
-
-// untilComplete returns the first update that is not partial.
-func untilComplete(t *testing.T, updates chan countedUpdate) countedUpdate {
-	t.Helper()
-	for {
-		if u := waittest.Receive(t, patience, "an update that is not partial", updates); !u.Partial {
-			return u
-		}
-	}
-}
-
 // TestChoiceNeedsAllLeases restarts a node whose lease is gone and whose former subnet belongs to
-// another node by now, while no event comes in time. It must choose a subnet by a list.
+// another node by now. It must choose a subnet that is still free.
 func TestChoiceNeedsAllLeases(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, newServer(t))
@@ -521,19 +450,15 @@ func TestChoiceNeedsAllLeases(t *testing.T) {
 		f.put(t, "subnets/10.5."+n+".0-24", leaseValue("192.0.2.10"+n), f.grant(t, 60))
 	}
 	m := f.manager(t, withPrevious("10.5.1.0/24"), func(c *Config) { c.Own, c.Known = k.own, state })
-	m.timing.catchUp = time.Nanosecond
 	if l := acquire(t, m, claim("192.0.2.1")); l.Key != "10.5.3.0-24" {
 		t.Errorf("the node has taken %s, want 10.5.3.0-24, the only free subnet", l.Key)
 	}
-	if l := m.forWatch.Load(); l == nil || l.partial() {
-		t.Error("Watch does not get a complete listing")
-	}
 }
 
-// TestPartialUntilAllEventsHaveCome applies scripts of responses to a cache of revision 10, when the
-// store is at revision 20. Each script ends with the response after which the cache must not be
-// partial any more, and not before.
-func TestPartialUntilAllEventsHaveCome(t *testing.T) {
+// TestRevisionWaitsForAllEvents applies scripts of responses to a cache of revision 10, when the store is
+// at revision 20. Each script ends with the response after which the cache must have reached that revision, and
+// not before.
+func TestRevisionWaitsForAllEvents(t *testing.T) {
 	for name, tc := range map[string]struct {
 		early  bool // the server answers probes before it has sent all events
 		script string
@@ -582,26 +507,21 @@ func TestPartialUntilAllEventsHaveCome(t *testing.T) {
 			if strings.Contains(tc.script, "9000") {
 				head = 1200
 			}
-			cache := &leaseCache{entries: map[string]*entry{}, store: subnet.StoreID{ID: "1", Revision: 10}, head: head}
+			cache := &leaseCache{entries: map[string]*entry{}, store: subnet.StoreID{ID: "1", Revision: 10}}
 			s := &stream{answersEarly: tc.early}
 			for line := range strings.SplitSeq(strings.TrimSpace(tc.script), "\n") {
-				if !cache.partial() {
-					t.Errorf("the cache is complete before %q", line)
+				if cache.store.Revision >= head {
+					t.Errorf("the cache has reached revision %d before %q", head, line)
 				}
 				resp := response(t, strings.Fields(line))
 				confirmed := s.confirmed(resp)
 				m.applyConfigEvents(cache, resp)
-				err := m.advance(t.Context(), cache, resp, confirmed, func(u subnet.Update) {
-					if u.Partial != cache.partial() {
-						t.Errorf("%q: the update is partial: %v, want %v", line, u.Partial, cache.partial())
-					}
-				})
-				if err != nil {
+				if err := m.advance(t.Context(), cache, resp, confirmed, func(subnet.Update) {}); err != nil {
 					t.Fatal(err)
 				}
 			}
-			if cache.partial() {
-				t.Error("the cache is partial at the end of the script")
+			if cache.store.Revision < head {
+				t.Errorf("the cache is at revision %d at the end of the script, want %d", cache.store.Revision, head)
 			}
 			for key := range strings.FieldsSeq(tc.leases) {
 				if cache.entries[key] == nil {
@@ -823,11 +743,9 @@ func TestAudit(t *testing.T) {
 	ledger.Restore(state, time.Now())
 	snaps := make(chan map[string]string, 100)
 	done := make(chan error)
-	var snapshots atomic.Int64
 	go func() {
 		done <- m.Watch(ctx, func(u subnet.Update) {
 			if _, ok := ledger.Follow(u, time.Now()); !ok {
-				snapshots.Add(1)
 				ledger.Apply(u.Snapshot(), time.Now())
 			}
 			all := map[string]string{}
@@ -871,9 +789,6 @@ func TestAudit(t *testing.T) {
 	if len(lines) != 1 || !strings.Contains(lines[0], fmt.Sprintf(`"leases"=%d "first"="10.5.2.0-24"`, n)) {
 		t.Errorf("log has %q, want one line about %d leases", lines, n)
 	}
-	if snapshots.Load() != 1 {
-		t.Errorf("the ledger applied %d whole snapshots, want 1", snapshots.Load())
-	}
 }
 
 // TestAuditFindsNothing audits a true state whose JSON has another form. The audit must compare it
@@ -892,13 +807,9 @@ func TestAuditFindsNothing(t *testing.T) {
 		c.OnRepaired = func(n int) { t.Errorf("%d leases were corrected", n) }
 	})
 	cache := recognized(t, m)
+	cache.auditAt = time.Now()
 	m.audit(t.Context(), cache, func(u subnet.Update) { t.Errorf("the audit has published %+v", u) })
-	for key, e := range cache.entries {
-		if e.modRevision == 0 {
-			t.Errorf("lease %s was not compared with the store", key)
-		}
-	}
-	if cache.restored != 0 {
-		t.Error("the cache counts as restored after the audit")
+	if !cache.auditAt.IsZero() {
+		t.Error("the cache was not compared with the store")
 	}
 }

@@ -262,7 +262,7 @@ func (f *fixture) manager(tb testing.TB, options ...func(*Config)) *Manager {
 	}
 	m.timing = timing{
 		request: 3 * time.Second, page: 3 * time.Second, slow: time.Hour, login: patience, check: time.Hour, back: time.Hour, quiet: 300 * time.Millisecond, idle: 300 * time.Millisecond, probeAnswer: time.Second,
-		backoffMin: 10 * time.Millisecond, backoff: 200 * time.Millisecond, exhausted: time.Hour, audit: time.Hour, catchUp: 3 * time.Second, unconfirmed: 100 * time.Millisecond,
+		backoffMin: 10 * time.Millisecond, backoff: 200 * time.Millisecond, exhausted: time.Hour, audit: time.Hour,
 		restoreMin: 10 * time.Millisecond, restored: 100 * time.Millisecond,
 	}
 	if m.client.login != nil {

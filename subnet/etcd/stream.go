@@ -32,10 +32,6 @@ type watcher struct {
 	waits func() bool
 	// checks makes follow run verify. One watch of a connection is enough for that.
 	checks bool
-	// partial reports whether the caller still waits for the events from before the watch. As long
-	// as it does, follow asks the server again and again whether it has sent all of them. nil means
-	// that the caller does not wait for them.
-	partial func() bool
 }
 
 // stream is one call of etcd's Watch.
@@ -75,7 +71,7 @@ func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watch
 		if w.checks {
 			s.background.Go(func() { cancel(m.verify(inner, s)) })
 		}
-		err = m.receive(inner, s, watchdog, w)
+		err = m.receive(s, watchdog, w)
 		defer s.background.Wait()
 	}
 	cause := context.Cause(inner)
@@ -148,27 +144,11 @@ func (s *stream) probe() {
 	_ = s.send(&pb.WatchRequest{RequestUnion: &pb.WatchRequest_ProgressRequest{ProgressRequest: &pb.WatchProgressRequest{}}})
 }
 
-// insistLeast and insistMost are the shortest and the longest pause between the probes of insist.
-// etcd reads the events for new watches ten times a second, or less often if it is busy.
-const insistLeast, insistMost = 150 * time.Millisecond, 5 * time.Second
-
-// insist probes until ctx ends. One probe is not sufficient, because etcd drops a probe that
-// arrives before etcd has sent all events of the stream. This often happens right after the
-// beginning of a watch.
-func (s *stream) insist(ctx context.Context) {
-	b := wait.Backoff{Least: insistLeast, Most: insistMost}
-	for s.probe(); b.Wait(ctx, 0) == nil; {
-		s.probe()
-	}
-}
-
 // receive passes responses to w.on until the stream fails or w.on returns an error, and returns the
-// reason. ctx ends with the stream.
-func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, w watcher) error {
+// reason.
+func (m *Manager) receive(s *stream, watchdog *time.Timer, w watcher) error {
 	probe := time.AfterFunc(m.timing.quiet, s.probe)
 	defer probe.Stop()
-	insisting, satisfied := context.WithCancel(ctx)
-	defer satisfied()
 
 	for created := false; ; {
 		resp, err := s.Recv()
@@ -191,16 +171,10 @@ func (m *Manager) receive(ctx context.Context, s *stream, watchdog *time.Timer, 
 			s.answersEarly = true
 			continue
 		}
-		if resp.Created && resp.WatchId == firstWatch && w.partial != nil {
-			s.background.Go(func() { s.insist(insisting) })
-		}
 
 		s.advance(resp.Header.Revision)
 		if err := w.on(resp, s.confirmed(resp)); err != nil {
 			return err
-		}
-		if w.partial != nil && !w.partial() {
-			satisfied()
 		}
 
 		quiet := m.timing.quiet

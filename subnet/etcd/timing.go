@@ -17,8 +17,6 @@ type timing struct {
 	backoffMin, backoff      time.Duration
 	restoreMin, restored     time.Duration // shortest and longest pause after this host's key had to be written again
 	gracePeriod              time.Duration // see the type gracePeriod
-	catchUp                  time.Duration // see the method catchUp
-	unconfirmed              time.Duration // how long Watch waits at least before it lists the leases because a restored cache is still partial
 	audit                    time.Duration // latest time of the audit of a restored cache
 	exhausted                time.Duration // how long a host without a subnet waits for a change before it reads the leases again
 }
@@ -41,8 +39,6 @@ func defaultTiming() timing {
 		restoreMin: time.Second, restored: time.Minute,
 		gracePeriod: time.Minute,
 		exhausted:   10 * time.Minute,
-		// etcd sends the events of a new watch within 100 ms, and answers the next probe then.
-		catchUp: 500 * time.Millisecond, unconfirmed: time.Second,
-		audit: time.Hour,
+		audit:       time.Hour,
 	}
 }

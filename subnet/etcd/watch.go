@@ -29,21 +29,16 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 		kept = kept && err != nil
 		if err == nil {
 			m.audit(ctx, cache, sink)
-			followed, complete, end := m.untilDue(ctx, cache)
+			followed, end := cache.untilAudit(ctx)
 			err = m.follow(followed, []string{m.dir, m.configKey()}, cache.store.Revision+1, watcher{
 				on: func(resp *pb.WatchResponse, confirmed int64) error {
 					b.Reset()
 					m.applyConfigEvents(cache, resp)
 					m.report(ctx, sourceWatch, nil)
-					err := m.advance(ctx, cache, resp, confirmed, sink)
-					if !cache.partial() {
-						complete()
-					}
-					return err
+					return m.advance(ctx, cache, resp, confirmed, sink)
 				},
-				waits:   func() bool { return len(cache.expiring) > 0 },
-				partial: cache.partial,
-				checks:  !m.guest, // a watch of the manager that owns the connection checks it
+				waits:  func() bool { return len(cache.expiring) > 0 },
+				checks: !m.guest, // a watch of the manager that owns the connection checks it
 			})
 
 			end()
@@ -51,7 +46,6 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 				cache.streamWasUp(time.Now(), m.timing.dead)
 			}
 			if errors.Is(context.Cause(followed), errDue) && ctx.Err() == nil {
-				cache.stale = cache.stale || cache.partial()
 				continue
 			}
 		}
@@ -86,7 +80,6 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 	switch {
 	case cache.store.Revision == 0: // Acquire may just have left a listing
 		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch) }
-	case cache.partial(): // untilDue has waited
 	default: // usually other hosts have to list as well
 		if err := m.client.turn(ctx); err != nil {
 			return err
@@ -101,11 +94,12 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 	cache.contact(time.Now(), m.cfg.margin(m.cfg.TTL), m.timing.gracePeriod)
 	old := *cache
 	*cache = leaseCache{
-		entries: make(map[string]*entry, len(l.entries)), store: l.store, head: l.head,
-		restored:    l.restored,
-		auditAt:     m.firstAudit(),
+		entries: make(map[string]*entry, len(l.entries)), store: l.store,
 		another:     m.replaced.Load() || is == another || l.store.ID == old.store.ID && l.store.Revision < old.store.Revision || !old.mayPrecede(l),
 		gracePeriod: old.gracePeriod,
+	}
+	if l.restored {
+		cache.auditAt = m.firstAudit()
 	}
 	if old.store.ID != "" && !cache.follows(old) {
 		was := subnet.StoreID{ID: old.store.ID, Revision: old.store.Revision}

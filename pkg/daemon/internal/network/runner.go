@@ -138,8 +138,8 @@ func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change fu
 	return now, running, nil
 }
 
-// newSyncer returns the lease-watch loop of a session. The loop reports each complete pass
-// without an error to past, and calls compared after each complete pass.
+// newSyncer returns the lease-watch loop of a session. As soon as the store has answered, the loop reports each
+// pass without an error to past, and calls compared after each pass.
 func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running backend.Network, ledger *subnet.Ledger, past *retirement, compared func()) *backend.Syncer {
 	var syncer *backend.Syncer
 	config := backend.SyncerConfig{
@@ -154,11 +154,11 @@ func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running bac
 			if p.Answered || p.Err != nil || r.ready.wasReady() {
 				r.ready.report(ctx, partDatapath, p.Err)
 			}
-			if p.Complete {
+			if p.Answered {
 				compared()
-			}
-			if p.Complete && p.Err == nil {
-				past.due(p)
+				if p.Err == nil {
+					past.due(p)
+				}
 			}
 
 			switch {
