@@ -23,10 +23,9 @@ PLUGIN := ./cmd/flannel-cni
 # Not part of a release.
 LAB := ./cmd/flannel-lab
 LDFLAGS := -s -w -buildid= -X $(MODULE)/pkg/base/version.Version=$(VERSION) -X $(MODULE)/pkg/base/version.Commit=$(COMMIT)
-# Compilers and linkers end after seconds. They take a quarter less CPU time if they collect garbage
-# only when they reach a limit of memory, which few do.
-GO_ENV := CGO_ENABLED=0 GOGC=off GOMEMLIMIT=2GiB
-GO_BUILD := $(GO_ENV) go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)'
+# Programs are static. Tests and linters compile the same packages then, except for the race detector.
+export CGO_ENABLED := 0
+GO_BUILD := go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)'
 # All go commands get the same flags. So programs, tests and components share compiled packages, even
 # if clones are in different folders. The compiler makes no debug information, which takes a tenth of
 # its time. Releases drop it anyway. To debug a test, run go test without make. gRPC's tracing links
@@ -53,7 +52,7 @@ sum = $(shell cat $(1) | sha256sum | cut -c1-12)
 NODES := $(COMPONENTS)/kubernetes-$(call sum,$(addprefix test/components/kube-apiserver/,go.mod dns/main.go conformance/conformance_test.go))
 CONTAINERD := $(COMPONENTS)/containerd-$(call sum,test/components/containerd/go.mod)
 # Not `go run`, which does not forward signals.
-STAGES := bin/tools/stages -fuzztime $(FUZZTIME)
+STAGES := bin/tools/stages -fuzztime $(FUZZTIME) $(if $(SHORT),-short)
 # make test-e2e RUN=TestHealing runs one test. value, because a pattern may contain a dollar.
 ONE = $(if $(RUN),-run '$(value RUN)')
 GOLANGCI := bin/tools/golangci-lint
@@ -81,8 +80,8 @@ demo: build ## run three hosts on this machine and test every pod against every 
 test: deps components-short bin/tools/stages ## run the tests that show most in minutes, then print a table of results and times
 	@$(STAGES) -part short
 
-test-rest: deps components components-nodes bin/tools/stages ## run what make test leaves: everything else, including fuzzing and clusters of real kubelets (SHORT=1: few of Kubernetes' tests, and a release for two architectures)
-	@$(STAGES) $(if $(SHORT),-short) -part rest
+test-rest: deps components components-nodes bin/tools/stages ## run what make test leaves: everything else, including fuzzing and clusters of real kubelets (SHORT=1: long tests in a shorter form)
+	@$(STAGES) -part rest
 
 test-all: deps components components-nodes bin/tools/stages ## run make test and make test-rest in one
 	@$(STAGES)
@@ -103,15 +102,15 @@ test-vm: deps bin/tools/stages ## run the TestVM... tests, on Debian kernels in 
 	@$(STAGES) $(ONE) vm
 
 test-kubernetes: deps components components-nodes bin/tools/stages ## run Kubernetes' conformance tests in clusters of real kubelets (SHORT=1: some, in minutes)
-	@$(STAGES) $(ONE) $(if $(SHORT),-short) kubernetes
+	@$(STAGES) $(ONE) kubernetes
 
 # moto implements EC2's protocol independently of this project. make cannot install it, so no stage runs it.
 test-cloud: ## run the suite of clouds with aws-vpc and moto_server, an emulator of AWS that must be in PATH
 	@command -v moto_server > /dev/null || { echo "test-cloud: moto_server is not in PATH: install it, for example by pip install 'moto[server]==5.2.1'"; exit 1; }
-	go test -tags moto -race -count=1 -v -run '^TestMoto$$' ./backend/awsvpc
+	CGO_ENABLED=1 go test -tags moto -race -count=1 -v -run '^TestMoto$$' ./backend/awsvpc
 
 test-release: deps components bin/tools/stages ## build releases and check them (SHORT=1: for two architectures)
-	@$(STAGES) $(ONE) $(if $(SHORT),-short) release
+	@$(STAGES) $(ONE) release
 
 fuzz: bin/tools/stages ## run every fuzz target for FUZZTIME (10s)
 	@$(STAGES) fuzz
@@ -133,7 +132,7 @@ storm: deps components ## measure stores under thousands of hosts at once (half 
 	bin/tools/storm $(if $(QUICK),-n 200,-n 1000$(comma)5000 -kube-n 300$(comma)1000 -out Documentation/internals/storms -page Documentation/internals/storms.md) $(STORMFLAGS)
 
 bin/tools/stages: FORCE
-	@$(GO_ENV) go build -o $@ ./test/stages
+	@go build -o $@ ./test/stages
 
 ## Keep it tidy
 lint: lint-go lint-words lint-mod lint-shell lint-sleep lint-probes lint-license lint-unit lint-rules ## check code, language, modules, scripts, licenses and units
@@ -149,7 +148,7 @@ fmt: $(GOLANGCI) ## format the code
 	$(GOLANGCI) fmt ./...
 
 lint-go: $(GOLANGCI)
-	go vet -tags moto ./...
+	go vet -tags moto,grpcnotrace ./...
 	$(GOLANGCI) run ./...
 
 # Forms that make comments and pages hard to understand. Documentation/contributing.md has the rules.
@@ -203,7 +202,7 @@ lint-rules: deps
 
 # The linter is built from the module that pins its version, and rebuilt when that changes.
 $(GOLANGCI): test/tools/go.mod test/tools/go.sum
-	$(GO_ENV) go -C test/tools build -o $(CURDIR)/bin/tools/ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+	go -C test/tools build -o $(CURDIR)/bin/tools/ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 
 # kubelet expands flanneld:<version> to this name, and finds the image by no other.
 ARCHIVE = $(OUT)/flanneld-$(VERSION)-linux-$$(go env GOARCH).oci.tar
@@ -260,7 +259,7 @@ dist-check: ## build the tarball of amd64 twice and compare the bytes
 # Without the commit in the program, one that exists and has not changed is not written again while
 # a test starts it.
 bin/tools/sbom bin/tools/release: bin/tools/%: test/components/%/go.mod FORCE
-	@$(GO_ENV) go build -C test/components/$* -buildvcs=false -o $(CURDIR)/$@ .
+	@go build -C test/components/$* -buildvcs=false -o $(CURDIR)/$@ .
 
 components-short: bin/tools/kube-apiserver bin/tools/cni # the part that make test needs
 
@@ -272,12 +271,12 @@ bin/tools/cni: test/components/cni-plugins/go.mod test/components/cni-plugins/go
 bin/tools/packages: test/components/packages/go.mod test/components/packages/go.sum
 bin/tools/cni bin/tools/packages:
 	@rm -rf $@.part && mkdir -p $@.part
-	$(GO_ENV) nice go build -C $(<D) -o $(CURDIR)/$@.part/ tool
+	nice go build -C $(<D) -o $(CURDIR)/$@.part/ tool
 	@rm -rf $@ && mv $@.part $@
 
 # AWS's imitation of the metadata service of EC2.
 bin/tools/ec2-metadata-mock: test/components/ec2-metadata-mock/go.mod test/components/ec2-metadata-mock/go.sum
-	$(GO_ENV) nice go build -C $(<D) -ldflags '-s -w' -o $(CURDIR)/$@.part tool
+	nice go build -C $(<D) -ldflags '-s -w' -o $(CURDIR)/$@.part tool
 	@mv $@.part $@
 
 # FORCE, because a version that was built earlier is not newer than the link.
@@ -294,7 +293,7 @@ bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm bin/tools/docker-netwo
 # compiler takes a third less time for them. The daemon shares these packages of k8s.io, so they are
 # compiled as for the daemon, with all of k8s.io that they import.
 SHARED := api/core/v1 apimachinery/... klog/... kube-openapi/... streaming/... utils/...
-KUBE_BUILD = $(GO_ENV) nice go build -gcflags='k8s.io/...=-dwarf=false -l' \
+KUBE_BUILD = nice go build -gcflags='k8s.io/...=-dwarf=false -l' \
 	$(SHARED:%=-gcflags=k8s.io/%=-dwarf=false) -ldflags '-s -w \
 	-X k8s.io/component-base/version.gitVersion=$(KUBE_VERSION) -X k8s.io/client-go/pkg/version.gitVersion=$(KUBE_VERSION)'
 
@@ -311,18 +310,18 @@ $(KUBECTL): | $(APISERVER)
 
 $(HELM):
 	@mkdir -p $(COMPONENTS)
-	cd test/components/helm && $(GO_ENV) nice go build -ldflags '-s -w' -o $@.part helm.sh/helm/v3/cmd/helm
+	cd test/components/helm && nice go build -ldflags '-s -w' -o $@.part helm.sh/helm/v3/cmd/helm
 	@mv $@.part $@
 
 $(DOCKER_NETWORK):
 	@mkdir -p $(COMPONENTS)
-	cd test/components/docker && $(GO_ENV) nice go build -ldflags '-s -w' -o $@.part .
+	cd test/components/docker && nice go build -ldflags '-s -w' -o $@.part .
 	@mv $@.part $@
 
 # etcd v3.5.1 is built from the module etcd-3.5.
 $(COMPONENTS)/etcd-v%:
 	@mkdir -p $(COMPONENTS)
-	cd test/components/etcd-$(basename $*) && $(GO_ENV) nice go build -ldflags '-s -w' -o $@.part go.etcd.io/etcd/server/v3
+	cd test/components/etcd-$(basename $*) && nice go build -ldflags '-s -w' -o $@.part go.etcd.io/etcd/server/v3
 	@mv $@.part $@
 
 components-nodes: bin/tools/kubernetes bin/tools/containerd ## build kubelet, containerd and others for make test-kubernetes: minutes, the first time
@@ -332,8 +331,9 @@ bin/tools/containerd: $(CONTAINERD) FORCE
 bin/tools/kubernetes bin/tools/containerd:
 	@mkdir -p bin/tools && ln -sfn $< $@
 
-# After the API server, because they share most packages with it. pause is a C program.
-$(NODES): | $(APISERVER)
+# After the API server, because they share most packages with it. pause is a C program, and deps
+# installs the compiler.
+$(NODES): | $(APISERVER) deps
 	@echo 'building kubelet $(KUBE_VERSION) and others, which takes minutes'
 	@rm -rf $@.part && mkdir -p $@.part
 	cd test/components/kube-apiserver && $(KUBE_BUILD) -o $@.part/ ./dns github.com/onsi/ginkgo/v2/ginkgo \
@@ -346,7 +346,7 @@ $(NODES): | $(APISERVER)
 
 $(CONTAINERD):
 	@rm -rf $@.part && mkdir -p $@.part
-	cd test/components/containerd && $(GO_ENV) nice go build -ldflags '-s -w' -o $@.part/ tool
+	cd test/components/containerd && nice go build -ldflags '-s -w' -o $@.part/ tool
 	@rm -rf $@ && mv $@.part $@
 
 deps: ## install missing packages that tests and linters need, as root

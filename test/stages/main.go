@@ -16,7 +16,9 @@
 //
 // The tests have two parts. A test whose comment contains the line "//stages:rest reason"
 // belongs to the rest, and so do some stages as a whole. All other tests are the short part.
-// The table names the tests that a run leaves to the other part.
+// With -short, testing.Short returns true in tests of the rest, so that long tests take their
+// short form, and those with the line "//stages:long reason" do not run. The table names the
+// tests that a run leaves.
 //
 // With CI=true a skipped test is a failure, and so is a stage without tests: otherwise a
 // test that cannot run would look as if it had passed.
@@ -67,13 +69,11 @@ func stages(o options) []stage {
 		{name: "kernel", help: "TestKernel..., with the race detector", run: kernel},
 		{name: "fuzz", help: "every fuzz target for a while", rest: true,
 			run: func(ctx context.Context, r *run, s selection) error { return fuzz(ctx, r, s, o.fuzzTime) }},
-		{name: "release", help: "TestRelease... of dist, which build releases", rest: true,
-			run: func(ctx context.Context, r *run, s selection) error { return release(ctx, r, s, o.short) }},
+		{name: "release", help: "TestRelease... of dist, which build releases", rest: true, run: release},
 		{name: "alone", help: "TestAlone..., which need the whole machine", needs: "build", run: endToEnd},
 		// Clusters mostly wait for their programs: alone, the stage would use a fifth of two
 		// CPUs. So it runs at the same time as the stage e2e.
-		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true, background: true,
-			run: func(ctx context.Context, r *run, s selection) error { return kubernetes(ctx, r, s, o.short) }},
+		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true, background: true, run: kubernetes},
 		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
 		// The CPUs of the guests are emulated and slow, so no other stage runs at the same time.
 		{name: "vm", help: "TestVM..., on Debian kernels in qemu", needs: "build", exclusive: true, run: vm},
@@ -112,7 +112,7 @@ func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err er
 	flags.StringVar((*string)(&o.part), "part", string(all), "which tests run: short, rest or all")
 	flags.StringVar(&o.run, "run", "", "run only the test with this name, or tests that match this pattern, with a pattern of subtests after a slash")
 	flags.StringVar(&o.fuzzTime, "fuzztime", "10s", "how long each fuzz target runs")
-	flags.BoolVar(&o.short, "short", false, "run only a part of the stage kubernetes, in minutes, and build a release for two architectures")
+	flags.BoolVar(&o.short, "short", false, "run long tests in their short form, as testing.Short reports it")
 	if err := flags.Parse(args); err != nil {
 		return false, err
 	}
@@ -145,6 +145,7 @@ func (o options) results(ctx context.Context, names []string, out io.Writer) ([]
 	if err != nil {
 		return nil, err
 	}
+	sel.short = o.short
 	return runAll(ctx, chosen, sel, out), nil
 }
 
@@ -272,8 +273,9 @@ func summary(out io.Writer, results []*run, took time.Duration) bool {
 	}
 
 	for _, r := range results {
-		if names := r.leftNames(); names != "" {
-			fmt.Fprintf(out, "%s: left to make %s: %s\n", r.stage, r.other(), names)
+		names := r.leftNames()
+		for _, command := range slices.Sorted(maps.Keys(names)) {
+			fmt.Fprintf(out, "%s: left to %s: %s\n", r.stage, command, strings.Join(names[command], ", "))
 		}
 	}
 

@@ -56,7 +56,7 @@ type run struct {
 	counts
 	failures []failure // in the order in which they were reported
 	skips    []string
-	left     []test // tests of the other part
+	left     []test // tests of the other part, and those that a run with -short leaves
 	leftOut  bool   // the whole stage is left to the other part
 }
 
@@ -85,7 +85,7 @@ func (r *run) merge(other *run) {
 	r.skips = append(r.skips, other.skips...)
 }
 
-// take returns the tests of the stage that run in this part, and stores those of the other part in left.
+// take returns the tests of the stage that run, and stores the others in left.
 func (r *run) take(s selection) []test {
 	var chosen []test
 	chosen, r.left = s.split(r.stage)
@@ -93,12 +93,15 @@ func (r *run) take(s selection) []test {
 	return chosen
 }
 
-// other returns the target of make that runs the tests in left.
-func (r *run) other() string {
-	if r.part == rest {
-		return "test"
+// other returns the command that runs a test in left.
+func (r *run) other(t test) string {
+	switch {
+	case r.part == short:
+		return "make test-rest"
+	case t.long:
+		return "make test-rest without SHORT=1"
 	}
-	return "test-rest"
+	return "make test"
 }
 
 func (r *run) leftColumn() string {
@@ -108,15 +111,16 @@ func (r *run) leftColumn() string {
 	return strconv.Itoa(len(r.left))
 }
 
-func (r *run) leftNames() string {
+// leftNames returns the names of the tests in left, by the command that runs them.
+func (r *run) leftNames() map[string][]string {
+	names := map[string][]string{}
 	if r.leftOut {
-		return "the whole stage"
+		names[r.other(test{})] = []string{"the whole stage"}
 	}
-	var names []string
 	for _, t := range r.left {
-		names = append(names, t.name)
+		names[r.other(t)] = append(names[r.other(t)], t.name)
 	}
-	return strings.Join(names, ", ")
+	return names
 }
 
 func (r *run) empty() bool { return !r.noTests && r.passed+r.failed+r.skipped == 0 }

@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"runtime"
+	"slices"
 	"strconv"
 	"syscall"
 	"time"
@@ -67,26 +68,24 @@ func vm(ctx context.Context, r *run, s selection) error {
 	}
 	guests := min(runtime.NumCPU()+1, mostGuests)
 	return parallel(r, guests, divide(tests, guests), func(one *run, tests []test) error {
-		args := []string{"-json", "-run", pattern(tests, s.sub), "-timeout", vmBudget.String()}
+		args := []string{"-json", s.shortForms(), "-run", pattern(tests, s.sub), "-timeout", vmBudget.String()}
 		return events(command(ctx, program, append(args, packagesOf(tests)...)...), one)
 	})
 }
 
-// endToEnd runs one package after the other, so that packages do not share the machine.
+// endToEnd runs one package after the other, so that packages do not share the machine. Like release
+// and kubernetes, it runs without the race detector, because the tests start the product as programs,
+// which are built without it.
 func endToEnd(ctx context.Context, r *run, s selection) error {
-	return goTests(ctx, r, s, "-race", s.timeout(20*time.Minute, 40*time.Minute), "-p=1", "-parallel", perCPU(4))
+	return goTests(ctx, r, s, s.timeout(20*time.Minute, 40*time.Minute), "-p=1", "-parallel", perCPU(4))
 }
 
-// release runs without the race detector, because the tests run make, which builds the product
-// without it.
-func release(ctx context.Context, r *run, s selection, short bool) error {
-	return goTests(ctx, r, s, "-timeout=30m", fmt.Sprintf("-short=%v", short))
+func release(ctx context.Context, r *run, s selection) error {
+	return goTests(ctx, r, s, "-timeout=30m")
 }
 
-// kubernetes runs without the race detector, because the tests contain no code of the
-// product.
-func kubernetes(ctx context.Context, r *run, s selection, short bool) error {
-	return goTests(ctx, r, s, "-timeout=90m", "-p=1", fmt.Sprintf("-short=%v", short))
+func kubernetes(ctx context.Context, r *run, s selection) error {
+	return goTests(ctx, r, s, "-timeout=90m", "-p=1")
 }
 
 // goTests runs the tests of the stage that the selection chooses.
@@ -96,7 +95,7 @@ func goTests(ctx context.Context, r *run, s selection, args ...string) error {
 		return nil
 	}
 	// make lint runs go vet, for all packages at once.
-	args = append(args, "-count=1", "-vet=off", "-run", pattern(tests, s.sub))
+	args = append(args, "-count=1", "-vet=off", s.shortForms(), "-run", pattern(tests, s.sub))
 	return goTest(ctx, r, append(args, packagesOf(tests)...)...)
 }
 
@@ -145,16 +144,15 @@ func fuzzTarget(ctx context.Context, r *run, t test, each string) error {
 }
 
 // goTest runs `go test -json` with args and adds the results to r. It counts failed tests, and
-// does not return an error for them. The variables of compilerEnv are not in the environment of
-// the tests, even if the user has set them.
+// does not return an error for them.
 func goTest(ctx context.Context, r *run, args ...string) error {
-	args = append([]string{"test", "-json", "-exec=env -u GOGC -u GOMEMLIMIT"}, args...)
-	return events(command(ctx, "go", args...), r)
+	args = append([]string{"test", "-json"}, args...)
+	cmd := command(ctx, "go", args...)
+	if slices.Contains(args, "-race") {
+		cmd.Env = append(cmd.Env, "CGO_ENABLED=1") // the race detector is a library in C
+	}
+	return events(cmd, r)
 }
-
-// compilerEnv contains variables that make compilers and linkers collect garbage only when they
-// reach a limit of memory. They end after seconds, so this saves a quarter of their CPU time.
-var compilerEnv = []string{"GOGC=off", "GOMEMLIMIT=2GiB"}
 
 // events runs a command that prints the events of go test -json, and adds these to r. It
 // returns an error if the command fails without a failed test.
@@ -178,12 +176,13 @@ func events(cmd *exec.Cmd, r *run) error {
 	return errors.Join(err, readErr)
 }
 
-// command returns a command in a process group of its own. When ctx ends, the whole group gets
+// command returns a command in a process group of its own. If it compiles, it does so without cgo, so
+// that tests share compiled packages with the programs of make build. When ctx ends, the whole group gets
 // SIGINT, because go does not forward signals to the tests that it runs. After 20 more seconds
 // the command is killed.
 func command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Env = append(os.Environ(), compilerEnv...)
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if os.Getenv("GORACE") == "" {
 		// Otherwise each process with the race detector would wait for a second at its exit.
 		cmd.Env = append(cmd.Env, "GORACE=atexit_sleep_ms=50")

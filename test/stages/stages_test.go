@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"os/exec"
@@ -49,9 +50,6 @@ func TestStages(t *testing.T) {
 		"good/a_test.go": source("good", `func TestGood(t *testing.T) { t.Run("sub", func(*testing.T) {}) }
 func TestKernelGood(t *testing.T) {}; func TestVMGood(t *testing.T) { t.Error("on the wrong machine") }
 func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
-		// The tests must not have the variables of compilerEnv.
-		"good/env_test.go": "package good\n\nimport (\n\t\"os\"\n\t\"testing\"\n)\n\n" +
-			`func TestEnv(t *testing.T) { if v := os.Getenv("GOGC") + os.Getenv("GOMEMLIMIT"); v != "" { t.Error(v) } }`,
 		"bad/a_test.go":         source("bad", `func TestBad(t *testing.T) { t.Error("reason shown") }`),
 		"broken/a_test.go":      source("broken", `func TestBroken(t *testing.T) { undefinedName() }`),
 		"panics/a_test.go":      source("panics", `func TestPanics(t *testing.T) { var m map[int]int; m[0] = 1 }`),
@@ -65,19 +63,18 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 		counts   string
 		contains []string
 	}{
-		{stage: "unit", ok: false, counts: "5 passed, 3 failed, 0 skipped", contains: []string{
+		{stage: "unit", ok: false, counts: "4 passed, 3 failed, 0 skipped", contains: []string{
 			"reason shown", "undefined: undefinedName", "assignment to entry in nil map",
 			"failed: sample/bad.TestBad: a_test.go:5: reason shown", "failed: sample/broken: broken/a_test.go:5:33: undefined: undefinedName",
 			"failed: sample/panics.TestPanics: panic: assignment to entry in nil map",
 		}},
 		{stage: "kernel", ci: "true", ok: true, counts: "1 passed, 0 failed, 0 skipped", contains: []string{"sample/good"}},
 		{stage: "e2e", ci: "true", ok: true, counts: "1 passed, 0 failed, 0 skipped", contains: []string{"sample/test/e2e"}},
-		{stage: "fuzz", ci: "true", ok: true, counts: "1 passed, 0 failed, 0 skipped", contains: []string{"sample/good"}},
 	} {
 		t.Run(tt.stage, func(t *testing.T) {
 			t.Setenv("CI", tt.ci)
 			var out bytes.Buffer
-			ok, err := execute(t.Context(), []string{"-fuzztime", "1x", tt.stage}, &out)
+			ok, err := execute(t.Context(), []string{tt.stage}, &out)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -287,8 +284,8 @@ func TestTestsThatWaited(t *testing.T) {
 	}
 }
 
-// TestParts checks that each of the two parts runs only its own tests, and that the part all runs the
-// tests of both. Below the table each of the two parts must name the tests of the other one.
+// TestParts checks that each of the two parts runs only its own tests, that the part all runs the tests of
+// both, and that a run with -short leaves long tests. Below the table a run must name the tests that it leaves.
 //
 //stages:rest it runs go test several times; TestStages does once
 func TestParts(t *testing.T) {
@@ -302,6 +299,9 @@ func FuzzA(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }
 //stages:rest waits for an hour
 func TestSlow(*testing.T) {}
 
+//stages:long repeats TestSlow
+func TestLong(t *testing.T) { if testing.Short() { t.Error("in a short run") } }
+
 //stages:rest waits for an hour
 func TestKernelSlow(*testing.T) {}`),
 		"test/e2e/a_test.go":        source("e2e", "func TestE(*testing.T) {}\n\n//stages:rest waits\nfunc TestESlow(*testing.T) {}\n\n//stages:rest waits\nfunc TestAloneSlow(*testing.T) {}"),
@@ -311,23 +311,27 @@ func TestKernelSlow(*testing.T) {}`),
 	module(t, files)
 	for _, tt := range []struct {
 		part     string
+		short    bool
 		counts   string
 		contains []string
 		rows     map[string]string
 	}{
-		{"short", "3 passed, 0 failed, 0 skipped", []string{
-			"unit: left to make test-rest: TestSlow\n", "kernel: left to make test-rest: TestKernelSlow\n",
+		{"short", false, "3 passed, 0 failed, 0 skipped", []string{
+			"unit: left to make test-rest: TestSlow, TestLong\n", "kernel: left to make test-rest: TestKernelSlow\n",
 			"alone: left to make test-rest: TestAloneSlow\n", "e2e: left to make test-rest: TestESlow\n", "fuzz: left to make test-rest: the whole stage\n",
 			"kubernetes: left to make test-rest: the whole stage\n", "release: left to make test-rest: the whole stage\n",
 		}, map[string]string{"kernel": "1", "alone": "1", "e2e": "1", "fuzz": "all"}},
-		{"rest", "7 passed, 0 failed, 0 skipped", []string{
+		{"rest", false, "8 passed, 0 failed, 0 skipped", []string{
 			"unit: left to make test: TestA, FuzzA\n", "e2e: left to make test: TestE\n",
 		}, map[string]string{"unit": "2", "kubernetes": "0", "release": "0"}},
-		{"all", "10 passed, 0 failed, 0 skipped", nil, map[string]string{"unit": "0", "kubernetes": "0"}},
+		{"rest", true, "7 passed, 0 failed, 0 skipped", []string{
+			"unit: left to make test: TestA, FuzzA\nunit: left to make test-rest without SHORT=1: TestLong\n",
+		}, map[string]string{"unit": "3", "kubernetes": "0", "release": "0"}},
+		{"all", false, "11 passed, 0 failed, 0 skipped", nil, map[string]string{"unit": "0", "kubernetes": "0"}},
 	} {
-		t.Run(tt.part, func(t *testing.T) {
+		t.Run(fmt.Sprintf("%s, short %v", tt.part, tt.short), func(t *testing.T) {
 			var out bytes.Buffer
-			args := []string{"-part", tt.part, "-fuzztime", "1x"}
+			args := []string{"-part", tt.part, "-fuzztime", "1x", fmt.Sprintf("-short=%v", tt.short)}
 			if tt.part == "all" {
 				t.Setenv("CI", "")
 			} else {
@@ -365,12 +369,17 @@ func TestMarks(t *testing.T) {
 		files map[string]string
 		err   string
 	}{
-		"no reason":    {map[string]string{"a_test.go": source("a", "//stages:rest\nfunc TestA(*testing.T) {}")}, "a_test.go:5:1: want //stages:rest with a reason"},
+		"no reason":    {map[string]string{"a_test.go": source("a", "//stages:rest\nfunc TestA(*testing.T) {}")}, "a_test.go:5:1: want //stages:rest or //stages:long with a reason"},
+		"no such mark": {map[string]string{"a_test.go": source("a", "//stages:slow waits\nfunc TestA(*testing.T) {}")}, "a_test.go:5:1: want"},
 		"no test":      {map[string]string{"a_test.go": source("a", "//stages:rest slow\nfunc helper(*testing.T) {}")}, "a_test.go:5:1: want"},
 		"not adjacent": {map[string]string{"a_test.go": source("a", "//stages:rest slow\n\nfunc TestA(*testing.T) {}")}, "a_test.go:5:1: want"},
 		"same name": {map[string]string{
 			"a_test.go":   source("a", "//stages:rest slow\nfunc TestA(*testing.T) {}"),
 			"b/b_test.go": source("b", "func TestA(*testing.T) {}"),
+		}, "sample.TestA and sample/b.TestA are in different parts"},
+		"same name, long": {map[string]string{
+			"a_test.go":   source("a", "//stages:long slow\nfunc TestA(*testing.T) {}"),
+			"b/b_test.go": source("b", "//stages:rest slow\nfunc TestA(*testing.T) {}"),
 		}, "sample.TestA and sample/b.TestA are in different parts"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -31,9 +31,12 @@ const (
 	all   part = "all"
 )
 
-// restMark is the start of a line in the comment of a test, which puts the test into the rest. The
-// reason follows in the line.
-const restMark = "//stages:rest"
+// A mark is the start of a line in the comment of a test. The reason follows in the line. restMark puts
+// the test into the rest. So does longMark, and a run with -short leaves the test.
+const (
+	restMark = "//stages:rest"
+	longMark = "//stages:long"
+)
 
 const (
 	e2eFolder        = "/test/e2e"
@@ -44,6 +47,7 @@ const (
 type test struct {
 	pkg, name string
 	rest      bool
+	long      bool // whether a run with -short leaves it; true only if rest is
 }
 
 // stage returns the name of the stage that runs the test. A fuzz target also runs in the stage fuzz.
@@ -118,7 +122,11 @@ type selection struct {
 	name  string         // the only test that runs, or empty
 	match *regexp.Regexp // pattern for the names of the tests that run; nil if all run
 	sub   string         // pattern for the subtests that run; empty if all run
+	short bool           // whether tests run in their short form
 }
+
+// shortForms returns an argument for tests that says whether they run in their short form.
+func (s selection) shortForms() string { return fmt.Sprintf("-short=%v", s.short) }
 
 // newSelection reads the tests of the module. run is the name of a test or a pattern for names. After a
 // slash it may have a pattern for subtests. If run is empty, all tests are selected. If no test matches,
@@ -155,13 +163,13 @@ func (s selection) of(st stage) selection {
 	return s
 }
 
-// split returns the tests of the stage that run, and those that are left to the other part. It omits
-// tests whose name is not selected.
+// split returns the tests of the stage that run, and those that are left to the other part or to a run
+// without -short. It omits tests whose name is not selected.
 func (s selection) split(stage string) (chosen, left []test) {
 	for _, t := range s.tests {
 		switch {
 		case t.stage() != stage, s.name != "" && t.name != s.name, s.match != nil && !s.match.MatchString(t.name):
-		case s.part == all || t.rest == (s.part == rest):
+		case (s.part == all || t.rest == (s.part == rest)) && !(s.short && t.long):
 			chosen = append(chosen, t)
 		default:
 			left = append(left, t)
@@ -209,7 +217,7 @@ func ambiguous(tests []test) error {
 	first := map[key]test{}
 	for _, t := range tests {
 		k := key{t.stage(), t.name}
-		if f, ok := first[k]; ok && f.rest != t.rest {
+		if f, ok := first[k]; ok && (f.rest != t.rest || f.long != t.long) {
 			return fmt.Errorf("read tests: %s.%s and %s.%s are in different parts: give one another name", f.pkg, f.name, t.pkg, t.name)
 		}
 		first[k] = t
@@ -236,10 +244,13 @@ func testsOf(pkg, path string) ([]test, error) {
 		t := test{pkg: pkg, name: f.Name.Name}
 		if f.Doc != nil {
 			for _, c := range f.Doc.List {
-				if reason, ok := strings.CutPrefix(c.Text, restMark); ok && strings.TrimSpace(reason) != "" {
-					t.rest = true
-					marks[c.Pos()] = true
+				mark, reason, _ := strings.Cut(c.Text, " ")
+				if strings.TrimSpace(reason) == "" || mark != restMark && mark != longMark {
+					continue
 				}
+				t.rest = true
+				t.long = t.long || mark == longMark
+				marks[c.Pos()] = true
 			}
 		}
 		tests = append(tests, t)
@@ -247,8 +258,8 @@ func testsOf(pkg, path string) ([]test, error) {
 
 	for _, group := range file.Comments {
 		for _, c := range group.List {
-			if strings.HasPrefix(c.Text, restMark) && !marks[c.Pos()] {
-				return nil, fmt.Errorf("read tests: %s: want %s with a reason, in the comment of a test", files.Position(c.Pos()), restMark)
+			if strings.HasPrefix(c.Text, "//stages:") && !marks[c.Pos()] {
+				return nil, fmt.Errorf("read tests: %s: want %s or %s with a reason, in the comment of a test", files.Position(c.Pos()), restMark, longMark)
 			}
 		}
 	}

@@ -54,7 +54,7 @@ func addTests(ctx context.Context, root string, o options) []job.Job {
 		rel := must.Get(filepath.Rel(module, dir))
 		j := job.Job{
 			Package: pkg, Dir: filepath.Join(source, rel), Binary: fmt.Sprintf("/tests/%d.test", i),
-			Args: []string{"-test.v=test2json", "-test.run=" + o.run, "-test.parallel=" + strconv.Itoa(o.cpus)},
+			Args: []string{"-test.v=test2json", "-test.run=" + o.run, "-test.parallel=" + strconv.Itoa(o.cpus), fmt.Sprintf("-test.short=%v", o.short)},
 			End:  testsEnd(o.timeout),
 		}
 		addTest(ctx, root, dir, j)

@@ -30,6 +30,7 @@ import (
 type options struct {
 	run      string // regular expression for the tests to run
 	json     bool
+	short    bool          // whether tests run in their short form
 	timeout  time.Duration // how long the guest may run
 	memory   int           // memory of the guest in MB
 	cpus     int           // of the guest
@@ -50,6 +51,7 @@ func parse(args []string) (o options) {
 	flags := flag.NewFlagSet("vm", flag.ContinueOnError)
 	flags.StringVar(&o.run, "run", "^TestVM", "regular expression of the tests, as for go test")
 	flags.BoolVar(&o.json, "json", false, "print events as go test -json does")
+	flags.BoolVar(&o.short, "short", false, "run long tests in their short form")
 	flags.DurationVar(&o.timeout, "timeout", 15*time.Minute, "how long the guest may run, of which its tests have nine tenths")
 	flags.IntVar(&o.memory, "memory", 2048, "of the guest, in MB")
 	flags.IntVar(&o.cpus, "cpus", 1, "of the guest, and how many parallel tests run at the same time")
