@@ -54,7 +54,7 @@ func TestAliVPC(t *testing.T) {
 
 // TestAliVPCRestart checks that a restart of the daemons loses no packet.
 //
-//stages:rest TestAWSVPCRestart looks for lost packets with another cloud
+//stages:long TestAWSVPCRestart looks for lost packets with another cloud
 func TestAliVPCRestart(t *testing.T) {
 	t.Parallel()
 	newAli(t, 2, v4).testRestart()
@@ -63,7 +63,7 @@ func TestAliVPCRestart(t *testing.T) {
 // TestAliVPCFaults checks that daemons recover from faults of Alibaba Cloud, and delete only the route of the
 // host that ends for good. The simulated cloud shows daemons its route table as it was half a second ago.
 //
-//stages:rest it takes half a minute; TestAWSVPCRestart looks for lost packets with another cloud
+//stages:long TestAWSVPCFaults has the same with another cloud
 func TestAliVPCFaults(t *testing.T) {
 	t.Parallel()
 	v := newAli(t, 4, v4)

@@ -387,7 +387,7 @@ func expectNobodyBlamed(t *testing.T, h *lab.Host) {
 // TestVMBackendMigration is TestBackendMigration with backends that need modules of the kernel.
 // TestVMBackendMigrationWalk has the opposite directions.
 //
-//stages:rest the kernel of the guest is emulated, which takes minutes
+//stages:long TestVMBackendMigrationWalk makes these migrations without a restart, and TestBackendMigration host by host
 func TestVMBackendMigration(t *testing.T) {
 	for _, tt := range []backendMigration{
 		{from: "vxlan", to: "wireguard", families: v4, left: "flannel.1:"},

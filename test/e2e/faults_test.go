@@ -18,12 +18,12 @@ import (
 
 // TestVMIPIPFaults checks faults of etcd with ipip.
 //
-//stages:rest the kernel of the guest is emulated, which takes minutes
+//stages:long tests of vxlan have these faults, and TestVMIPIPRestartsUnderTraffic restarts with ipip
 func TestVMIPIPFaults(t *testing.T) { testFaults(t, backendConfig("ipip"), true) }
 
 // TestVMWireGuardFaults checks faults of etcd with the kernel's WireGuard.
 //
-//stages:rest the kernel of the guest is emulated, which takes minutes
+//stages:long TestUserspaceWireGuardFaults has these faults
 func TestVMWireGuardFaults(t *testing.T) { testFaults(t, backendConfig("wireguard"), true) }
 
 // TestUserspaceWireGuardFaults checks faults of etcd with WireGuard in the daemon. The daemon

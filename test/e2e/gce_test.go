@@ -129,7 +129,7 @@ func TestGCE(t *testing.T) {
 
 // TestGCERestart checks that a restart of the daemons loses no packet.
 //
-//stages:rest TestAWSVPCRestart looks for lost packets with another cloud
+//stages:long TestAWSVPCRestart looks for lost packets with another cloud
 func TestGCERestart(t *testing.T) {
 	t.Parallel()
 	v, _ := newGCE(t, 2, v4)

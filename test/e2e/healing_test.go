@@ -137,7 +137,7 @@ func TestHealing(t *testing.T) {
 
 // TestHealingOfOneFamily is TestHealing on hosts with a single address family.
 //
-//stages:rest TestHealing does the same with both families
+//stages:long TestHealing does the same with both families
 func TestHealingOfOneFamily(t *testing.T) {
 	t.Parallel()
 	testHealing(t, v4, v6)

@@ -14,7 +14,7 @@ func TestVMIPIPEveryPodReachesEveryPod(t *testing.T) { testEveryPodReachesEveryP
 
 // TestVMIPIPOfOneFamily is TestVMIPIPEveryPodReachesEveryPod with a single address family.
 //
-//stages:rest TestVMIPIPEveryPodReachesEveryPod does the same with both families
+//stages:long TestVMIPIPEveryPodReachesEveryPod does the same with both families
 func TestVMIPIPOfOneFamily(t *testing.T) { testFamilies(t, "ipip", v4, v6) }
 
 // TestVMIPIPDirectRouting checks DirectRouting with ipip, as TestDirectRouting does with vxlan.

@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
@@ -18,20 +19,47 @@ import (
 )
 
 // TestKubePods checks that every pod reaches every other with leases from Kubernetes, and
-// that the daemons set the condition NetworkUnavailable of their Nodes to False.
+// that the daemons set the condition NetworkUnavailable of their Nodes to False. The second backend
+// gets new Nodes of the same API server, because the start of another one takes seconds of CPU time.
 func TestKubePods(t *testing.T) {
 	t.Parallel()
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
-		for _, backend := range []string{"vxlan", "host-gw"} {
-			t.Run(familiesName(families)+" "+backend, func(t *testing.T) {
-				t.Parallel()
-				c := newCluster(t, lab.Config{Families: families}, fmt.Sprintf(`{"Type":%q}`, backend))
-				c.startDaemons()
-				expectMatrix(t, c.Lab)
-				for n := range c.Hosts() {
-					c.expectNodeCondition(n+1, "False")
-				}
-			})
+		t.Run(familiesName(families), func(t *testing.T) {
+			t.Parallel()
+			c := newCluster(t, lab.Config{Families: families}, `{"Type":"vxlan"}`)
+			c.startDaemons()
+			c.expectPods("vxlan")
+
+			network, err := lab.NetworkConfig(families, json.RawMessage(`{"Type":"host-gw"}`))
+			if err != nil {
+				t.Fatal(err)
+			}
+			c.write("net-conf.json", network)
+			for n, h := range c.Hosts() {
+				expectStop(t, h.Daemon())
+				c.deleteNode(n + 1)
+				c.addNode(n+1, nil)
+			}
+			for n, h := range c.Hosts() {
+				start(t, h, c.options(n+1))
+			}
+			for _, h := range c.Hosts() {
+				expectReady(t, h.Daemon())
+			}
+			c.expectPods("host-gw")
+		})
+	}
+}
+
+// expectPods expects that every pod reaches every other, that the Nodes name the backend, and that their
+// network is available.
+func (c *cluster) expectPods(backend string) {
+	c.t.Helper()
+	expectMatrix(c.t, c.Lab)
+	for n := range c.Hosts() {
+		c.expectNodeCondition(n+1, "False")
+		if got := c.node(n + 1).annotation("backend-type"); got != backend {
+			c.t.Errorf("the annotation backend-type of %s is %q, want %s", nodeName(n+1), got, backend)
 		}
 	}
 }
@@ -103,7 +131,7 @@ func TestKubePeersAreAddedChangedAndRemoved(t *testing.T) {
 // makes such writes, but a daemon need not request a revision that the cache has not reached:
 // TestEveryEtcd of subnet/kube does.
 //
-//stages:rest it needs older etcds, which take minutes to build
+//stages:long TestEveryEtcd of subnet/kube shows more, and TestKubeNodesDeletedWhileDown the kernel
 func TestKubeOlderEtcd(t *testing.T) {
 	t.Parallel()
 	for name, program := range map[string]string{"3.4": "/usr/bin/etcd", "3.5": "../../bin/tools/etcd-3.5", "3.6": "../../bin/tools/etcd-3.6"} {

@@ -156,7 +156,7 @@ func TestAWSVPCOverflow(t *testing.T) {
 
 // TestGCEOverflow is TestAWSVPCOverflow in Google Cloud.
 //
-//stages:rest TestAWSVPCOverflow shows the same with another cloud
+//stages:long TestAWSVPCOverflow shows the same with another cloud
 func TestGCEOverflow(t *testing.T) {
 	t.Parallel()
 	newOverflowBed(t, "gce", newGoogle()).testOverflow()

@@ -168,7 +168,7 @@ func TestVMIPIPPathMTU(t *testing.T) {
 
 // TestVMWireGuardPathMTU is TestPathMTU with the kernel's WireGuard.
 //
-//stages:rest the kernel of the guest is emulated, which takes minutes
+//stages:long TestPathMTU has WireGuard in user space, and TestVMIPIPPathMTU a tunnel of the kernel
 func TestVMWireGuardPathMTU(t *testing.T) {
 	testPathMTU(t, []narrowPath{{"wireguard", dual, 1400, [2]int{60, 80}, 16, time.Second}})
 }

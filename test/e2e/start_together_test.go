@@ -32,18 +32,22 @@ func TestAloneHostsStartTogether(t *testing.T) {
 }
 
 // TestAloneHostsStartTogetherOnEveryEtcd is TestAloneHostsStartTogether on each release of etcd, also
-// behind etcd's grpc-proxy.
+// behind etcd's grpc-proxy, and in more rounds unless -short is set.
 //
 //stages:rest TestAloneHostsStartTogether starts hosts on Debian's etcd
 func TestAloneHostsStartTogetherOnEveryEtcd(t *testing.T) {
+	rounds := 10
+	if testing.Short() {
+		rounds = 3
+	}
 	for name, program := range map[string]string{
 		"3.4":     debianEtcd,
 		"3.5":     built("tools/etcd-3.5"),
 		"3.6":     built("tools/etcd-3.6"),
 		"present": "", // the store of the lab
 	} {
-		t.Run(name, func(t *testing.T) { startTogether(t, 10, program, false) })
-		t.Run(name+" behind grpc-proxy", func(t *testing.T) { startTogether(t, 10, program, true) })
+		t.Run(name, func(t *testing.T) { startTogether(t, rounds, program, false) })
+		t.Run(name+" behind grpc-proxy", func(t *testing.T) { startTogether(t, rounds, program, true) })
 	}
 }
 

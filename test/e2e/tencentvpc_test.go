@@ -59,7 +59,7 @@ func TestTencentVPC(t *testing.T) {
 
 // TestTencentVPCRestart checks that a restart of the daemons loses no packet.
 //
-//stages:rest TestAWSVPCRestart looks for lost packets with another cloud
+//stages:long TestAWSVPCRestart looks for lost packets with another cloud
 func TestTencentVPCRestart(t *testing.T) {
 	t.Parallel()
 	newTencent(t, 2).testRestart()
@@ -68,7 +68,7 @@ func TestTencentVPCRestart(t *testing.T) {
 // TestTencentVPCFaults checks that daemons recover from faults of Tencent Cloud, and delete only the route of
 // the host that ends for good. Calls read the route table as it was half a second ago.
 //
-//stages:rest it takes half a minute; TestAWSVPCRestart looks for lost packets with another cloud
+//stages:long TestAWSVPCFaults has the same with another cloud
 func TestTencentVPCFaults(t *testing.T) {
 	t.Parallel()
 	v := newTencent(t, 4)

@@ -52,7 +52,7 @@ func TestUserspaceWireGuardPSKRotation(t *testing.T) { testPSKRotation(t, "users
 
 // TestVMWireGuardPSKRotation checks the rotation of a preshared key in the kernel.
 //
-//stages:rest the kernel of the guest is emulated, which takes minutes
+//stages:long TestUserspaceWireGuardPSKRotation rotates keys, and TestVMWireGuardInlinePSK changes one in the kernel
 func TestVMWireGuardPSKRotation(t *testing.T) { testPSKRotation(t, "kernel") }
 
 // testPSKRotation gives two hosts a new preshared key. The second host gets it half a minute after the first

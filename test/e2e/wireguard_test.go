@@ -27,7 +27,7 @@ func TestVMWireGuardEveryPodReachesEveryPod(t *testing.T) {
 // TestVMWireGuardOfOneFamily is TestVMWireGuardEveryPodReachesEveryPod with a single address
 // family.
 //
-//stages:rest TestVMWireGuardEveryPodReachesEveryPod does the same with both families
+//stages:long TestVMWireGuardEveryPodReachesEveryPod does the same with both families
 func TestVMWireGuardOfOneFamily(t *testing.T) { testFamilies(t, "wireguard", v4, v6) }
 
 // TestVMWireGuardRestartsUnderTraffic checks that restarts lose no packet with the
@@ -91,11 +91,15 @@ func TestAloneUserspaceWireGuardRestarts(t *testing.T) {
 }
 
 // TestVMWireGuardMixed checks that hosts with WireGuard in the kernel and a host with WireGuard in
-// user space reach each other, with each value of Backend.Mode.
+// user space reach each other, with each value of Backend.Mode, or with -short with two of them.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardMixed(t *testing.T) {
-	for _, mode := range []string{"separate", "auto", "ipv4", "ipv6"} {
+	modes := []string{"separate", "auto", "ipv4", "ipv6"}
+	if testing.Short() {
+		modes = modes[:2]
+	}
+	for _, mode := range modes {
 		t.Run(mode, func(t *testing.T) {
 			l := newLab(t, lab.Config{Hosts: 3, Families: dual}, "")
 			for i, implementation := range []string{"kernel", "auto", "userspace"} {
@@ -348,13 +352,13 @@ func expectImplementation(t *testing.T, h *lab.Host, backend string) {
 // TestUserspaceWireGuardBehindNAT checks that a host keeps sending to the port of a NAT that it has
 // learned from packets. At the port in its lease, the host behind the NAT cannot be reached.
 //
-//stages:rest TestUserspaceWireGuardBetweenNATs has two hosts behind NATs
+//stages:long TestUserspaceWireGuardBetweenNATs has two hosts behind NATs
 func TestUserspaceWireGuardBehindNAT(t *testing.T) { testWireGuardBehindNAT(t, userspace) }
 
 // TestVMWireGuardBehindNAT is TestUserspaceWireGuardBehindNAT with the WireGuard of the
 // kernel.
 //
-//stages:rest the kernel of the guest is emulated, which takes minutes
+//stages:long TestVMWireGuardClockStep has such a NAT
 func TestVMWireGuardBehindNAT(t *testing.T) { testWireGuardBehindNAT(t, "wireguard") }
 
 func testWireGuardBehindNAT(t *testing.T, backend string) {
