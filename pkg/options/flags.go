@@ -5,6 +5,7 @@ package options
 import (
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/tunnel"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
 )
@@ -142,10 +143,10 @@ func topics(o *Options) []topic {
 				name: "iface-wait", arg: "DURATION", def: "60s", binding: to(&o.IfaceWait, duration(0)),
 				usage: "Time to wait at the start for the interface and its address. 0s does not wait.",
 			}, {
-				name: "public-ip", arg: "IP", binding: to(&o.PublicIP, unicast(true)),
+				name: "public-ip", arg: "IP", binding: to(&o.PublicIP, unicast(prefix.IPv4)),
 				usage: "IPv4 address that peers send to, if it is not the interface's own, for example behind 1:1 NAT.",
 			}, {
-				name: "public-ipv6", arg: "IP", binding: to(&o.PublicIPv6, unicast(false)),
+				name: "public-ipv6", arg: "IP", binding: to(&o.PublicIPv6, unicast(prefix.IPv6)),
 				usage: "The same for IPv6.",
 			}, {
 				name: "public-endpoint", arg: "NAME[:PORT]", binding: to(&o.PublicEndpoint, publicEndpoint),

@@ -21,6 +21,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/flanneld/flanneld/pkg/base/endpoint"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
 )
@@ -64,29 +65,25 @@ func text(s string) (string, error) { return s, nil }
 
 func secret(s string) (Secret, error) { return Secret(s), nil }
 
-func path(s string) (string, error) {
-	if s == "" {
-		return "", errors.New("expected a path")
+// valid returns v, or an error if it is not what is expected.
+func valid[T any](v T, is bool, expected string) (T, error) {
+	if !is {
+		var none T
+		return none, errors.New("expected " + expected)
 	}
-	return s, nil
+	return v, nil
 }
 
+func path(s string) (string, error) { return valid(s, s != "", "a path") }
+
 func filePath(s string) (string, error) {
-	if s == "" || strings.HasSuffix(s, "/") {
-		return "", errors.New("expected the path of a file")
-	}
-	return s, nil
+	return valid(s, s != "" && !strings.HasSuffix(s, "/"), "the path of a file")
 }
 
 func socketText(s string) (string, error) {
 	const longest = len(unix.RawSockaddrUnix{}.Path) - 1 // without the NUL at the end
-	if s == "" || s == socketOff {
-		return s, nil
-	}
-	if strings.HasSuffix(s, "/") || len(s) > longest {
-		return "", fmt.Errorf("expected %s or the path of a socket, which has %d characters at most", socketOff, longest)
-	}
-	return s, nil
+	return valid(s, !strings.HasSuffix(s, "/") && len(s) <= longest,
+		fmt.Sprintf("%s or the path of a socket, which has %d characters at most", socketOff, longest))
 }
 
 // iface accepts the names that the kernel accepts, and addresses.
@@ -154,20 +151,14 @@ func networkNames(s string) ([]string, error) {
 
 func boolean(s string) (bool, error) {
 	b, err := strconv.ParseBool(s)
-	if err != nil {
-		return false, errors.New("expected true or false")
-	}
-	return b, nil
+	return valid(b, err == nil, "true or false")
 }
 
 // integer parses a number from lo to hi, both included, in any base of a Go literal. The text of
 // describes it, such as "a port".
 func integer(s string, lo, hi int64, of string) (int64, error) {
 	n, err := strconv.ParseInt(s, 0, 64)
-	if err != nil || n < lo || n > hi {
-		return 0, fmt.Errorf("expected %s from %d to %d", of, lo, hi)
-	}
-	return n, nil
+	return valid(n, err == nil && lo <= n && n <= hi, fmt.Sprintf("%s from %d to %d", of, lo, hi))
 }
 
 // whole parses a whole number of units from lo to hi, both included.
@@ -186,13 +177,10 @@ const century = 100 * 365 * 24 * time.Hour
 func duration(lo time.Duration) func(string) (time.Duration, error) {
 	return func(s string) (time.Duration, error) {
 		d, err := time.ParseDuration(s)
-		if err != nil || d < lo {
-			return 0, fmt.Errorf("expected a duration such as 90s or 5m, at least %s", lo)
+		if err == nil && d > century {
+			return valid(d, false, fmt.Sprintf("a duration such as 90s or 5m, at most %.0fh", century.Hours()))
 		}
-		if d > century {
-			return 0, fmt.Errorf("expected a duration such as 90s or 5m, at most %.0fh", century.Hours())
-		}
-		return d, nil
+		return valid(d, err == nil && d >= lo, fmt.Sprintf("a duration such as 90s or 5m, at least %s", lo))
 	}
 }
 
@@ -212,58 +200,41 @@ func verbosity(s string) (int, error) {
 
 func oneOf(choices ...string) func(string) (string, error) {
 	return func(s string) (string, error) {
-		if !slices.Contains(choices, s) {
-			return "", errors.New("expected " + strings.Join(choices, " or "))
-		}
-		return s, nil
+		return valid(s, slices.Contains(choices, s), strings.Join(choices, " or "))
 	}
 }
 
 func address(s string) (netip.Addr, error) {
-	if s == "" {
-		return netip.Addr{}, nil
-	}
 	a, err := netip.ParseAddr(s)
-	if err != nil || a.Zone() != "" {
-		return netip.Addr{}, errors.New("expected an IP address")
-	}
-	return a.Unmap(), nil
+	return valid(a.Unmap(), s == "" || err == nil && a.Zone() == "", "an IP address")
 }
 
 func destination(s string) (string, error) {
 	a, err := address(s)
-	if err == nil && s != "" && !subnet.IsHost(a) {
-		return "", errors.New("expected the IP address of another host")
+	if err != nil {
+		return "", err
 	}
-	return s, err
+	return valid(s, s == "" || subnet.IsHost(a), "the IP address of another host")
 }
 
 // listenAddress parses an address that a program on this host can listen on.
 func listenAddress(s string) (netip.Addr, error) {
 	a, err := address(s)
-	if err == nil && s != "" && !canListen(a) {
-		return a, errors.New("expected an IP address of this host")
+	if err != nil {
+		return a, err
 	}
-	return a, err
+	return valid(a, s == "" || canListen(a), "an IP address of this host")
 }
 
 func canListen(a netip.Addr) bool {
 	return subnet.IsHost(a) || a.IsLoopback() || a.IsUnspecified()
 }
 
-// unicast parses an address that peers can send to, of IPv4 or of IPv6.
-func unicast(v4 bool) func(string) (netip.Addr, error) {
-	want := "expected an IPv6 address that peers can reach"
-	if v4 {
-		want = "expected an IPv4 address that peers can reach"
-	}
-
+// unicast parses an address that peers can send to.
+func unicast(f prefix.Family) func(string) (netip.Addr, error) {
 	return func(s string) (netip.Addr, error) {
 		a, err := address(s)
-		if s != "" && (err != nil || a.Is4() != v4 || !subnet.IsHost(a)) {
-			return netip.Addr{}, errors.New(want)
-		}
-		return a, nil
+		return valid(a, s == "" || err == nil && prefix.FamilyOf(a) == f && subnet.IsHost(a), fmt.Sprintf("an %s address that peers can reach", f))
 	}
 }
 
@@ -275,10 +246,8 @@ func publicEndpoint(s string) (endpoint.Named, error) {
 	if err != nil {
 		return e, err
 	}
-	if a, err := netip.ParseAddr(e.Host); err == nil && !subnet.IsHost(a) {
-		return endpoint.Named{}, errors.New("expected a name or address that peers can reach")
-	}
-	return e, nil
+	a, err := netip.ParseAddr(e.Host)
+	return valid(e, err != nil || subnet.IsHost(a), "a name or address that peers can reach")
 }
 
 func location(s string) (string, error) {
@@ -289,10 +258,7 @@ func location(s string) (string, error) {
 }
 
 func label(s string) (string, error) {
-	if s != "" && len(validation.IsQualifiedName(s)) > 0 {
-		return "", errors.New("expected the key of a label, such as topology.kubernetes.io/zone")
-	}
-	return s, nil
+	return valid(s, s == "" || len(validation.IsQualifiedName(s)) == 0, "the key of a label, such as topology.kubernetes.io/zone")
 }
 
 // endpoints parses a comma separated list of etcd endpoints with one scheme.
@@ -399,27 +365,17 @@ func apiURL(s string) (string, error) {
 	}
 
 	u, err := url.Parse(full)
-	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
-		return "", errors.New("expected a URL such as https://host:port")
-	}
-	if u.User != nil {
+	if err == nil && u.User != nil {
 		return "", errors.New("expected no user and password in a URL, but --kubeconfig-file")
 	}
-	if !isHost(u.Hostname()) || u.Port() != "" && !isPort(u.Port()) {
-		return "", errors.New("expected a URL such as https://host:port")
-	}
-	return s, nil
+	return valid(s, err == nil && (u.Scheme == "http" || u.Scheme == "https") && isHost(u.Hostname()) && (u.Port() == "" || isPort(u.Port())),
+		"a URL such as https://host:port")
 }
 
 // hostPort parses the IP:port of a listener.
 func hostPort(s string) (string, error) {
-	if s == "" {
-		return "", nil
-	}
-	if a, err := netip.ParseAddrPort(s); err != nil || a.Port() == 0 || !canListen(a.Addr()) {
-		return "", errors.New("expected IP:port, such as 127.0.0.1:8287 or [::]:8287")
-	}
-	return s, nil
+	a, err := netip.ParseAddrPort(s)
+	return valid(s, s == "" || err == nil && a.Port() != 0 && canListen(a.Addr()), "IP:port, such as 127.0.0.1:8287 or [::]:8287")
 }
 
 // vmodule checks klog's list of file patterns with a level each.
@@ -437,8 +393,6 @@ func vmodule(s string) (string, error) {
 // backtraceAt checks klog's file:line.
 func backtraceAt(s string) (string, error) {
 	file, line, _ := strings.Cut(s, ":")
-	if n, err := strconv.Atoi(line); s != "" && (!strings.Contains(file, ".") || err != nil || n <= 0) {
-		return "", errors.New("expected file.go:line")
-	}
-	return s, nil
+	n, err := strconv.Atoi(line)
+	return valid(s, s == "" || strings.Contains(file, ".") && err == nil && n > 0, "file.go:line")
 }
