@@ -35,27 +35,29 @@ func (r Range) String() string {
 	return fmt.Sprintf("%s dev %s", r.To, r.Dev)
 }
 
-func (h Facts) before() []Finding {
+func (h Facts) before(found finder) {
 	if h.Before == nil {
-		return nil
+		return
 	}
-	return slices.Concat(h.Before.Findings, h.oldKernel(), h.overlaps())
+	for _, f := range h.Before.Findings {
+		found(f)
+	}
+	h.oldKernel(found)
+	h.overlaps(found)
 }
 
 // oldKernel checks the version of the kernel.
-func (h Facts) oldKernel() []Finding {
+func (h Facts) oldKernel(found finder) {
 	var major, minor int
-	if n, _ := fmt.Sscanf(h.Release, "%d.%d", &major, &minor); n < 2 || major > 4 || major == 4 && minor >= 20 {
-		return nil
+	if n, _ := fmt.Sscanf(h.Release, "%d.%d", &major, &minor); n == 2 && (major < 4 || major == 4 && minor < 20) {
+		found(serious("the kernel is "+h.Release+", and flanneld needs 4.20", "update the kernel"))
 	}
-	return []Finding{serious("the kernel is "+h.Release+", and flanneld needs 4.20", "update the kernel")}
 }
 
 // overlaps checks whether the network takes addresses that are in use already. Routes of flanneld are longer than those
 // to a range that contains the network, so the host would lose only a part of that range.
-func (h Facts) overlaps() []Finding {
+func (h Facts) overlaps(found finder) {
 	const choose = "choose another Network, or remove the route if nothing needs it"
-	var found []Finding
 	for _, n := range h.Report.Network.Prefixes {
 		if slices.Contains(h.Before.Former, n) {
 			continue
@@ -64,11 +66,10 @@ func (h Facts) overlaps() []Finding {
 			switch {
 			case !r.To.Overlaps(n) || strings.HasPrefix(r.Dev, "flannel"):
 			case prefix.Contains(n, r.To):
-				found = append(found, serious(fmt.Sprintf("%s is in the network %s: pods of other hosts with these addresses are not reached", r, n), choose))
+				found(serious(fmt.Sprintf("%s is in the network %s: pods of other hosts with these addresses are not reached", r, n), choose))
 			default:
-				found = append(found, note(fmt.Sprintf("the network %s is in %s: hosts there with addresses of pods are not reached", n, r), choose))
+				found(note(fmt.Sprintf("the network %s is in %s: hosts there with addresses of pods are not reached", n, r), choose))
 			}
 		}
 	}
-	return found
 }

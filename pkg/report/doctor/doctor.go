@@ -30,11 +30,11 @@ import (
 
 // Facts are what is known of a host. An empty list means that there is nothing of its kind.
 type Facts struct {
-	Report  *status.Report // nil if no daemon answers
-	Away    error          // why no daemon answers, or nil
-	Unread  error          // which facts could not be read, or nil
-	Files   fs.FS          // the file system of the host, from its root
-	Release string         // of the kernel
+	Report  status.Report // empty if no daemon answers
+	Away    error         // why no daemon answers, or nil
+	Unread  error         // which facts could not be read, or nil
+	Files   fs.FS         // the file system of the host, from its root
+	Release string        // of the kernel
 	Bridges []Bridge
 	Ways    []Way
 	Rules   []Rule // in the order in which the kernel applies them
@@ -73,34 +73,36 @@ func cut(word, problem, fix string, subnets ...netip.Prefix) Finding {
 	return Finding{problem, fix, true, word, subnets}
 }
 
+// finder takes the findings of a check.
+type finder func(Finding)
+
 // Examine returns all findings about a host, serious ones first. It needs the facts about each network of the
 // host.
 func Examine(networks ...Facts) []Finding {
 	findings := []Finding{} // not nil, so that JSON contains [] if there is none
+	found := func(f Finding) {
+		// Both families, and several networks, may have the same finding.
+		if !slices.ContainsFunc(findings, func(other Finding) bool { return other.Problem == f.Problem && other.Fix == f.Fix }) {
+			findings = append(findings, f)
+		}
+	}
+
 	for _, h := range networks {
-		for _, check := range []func() []Finding{
-			h.daemon, h.refused, h.missing, h.sharedAddresses, h.forwarding, h.connections, h.ways, h.ipsec, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules, h.next, h.before,
+		for _, check := range []func(finder){
+			h.daemon, h.peers, h.sharedAddresses, h.forwarding, h.connections, h.ways, h.ipsec, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules, h.next, h.before,
 		} {
-			for _, f := range check() {
-				// Both families, and several networks, may have the same finding.
-				if !slices.ContainsFunc(findings, func(other Finding) bool { return other.Problem == f.Problem && other.Fix == f.Fix }) {
-					findings = append(findings, f)
-				}
-			}
+			check(found)
 		}
 		findings = append(findings, h.attached(findings)...)
 	}
 
-	slices.SortStableFunc(findings, func(a, b Finding) int {
-		switch {
-		case a.Serious == b.Serious:
+	rank := func(f Finding) int {
+		if f.Serious {
 			return 0
-		case a.Serious:
-			return -1
-		default:
-			return 1
 		}
-	})
+		return 1
+	}
+	slices.SortStableFunc(findings, func(a, b Finding) int { return rank(a) - rank(b) })
 	return findings
 }
 
@@ -109,13 +111,18 @@ const Part = "pods"
 
 // CutOff returns the reasons why the kernel does not carry packets of pods, although the objects of flanneld are in place.
 // It is for the daemon, which looks often, and also while it starts.
-func CutOff(h Facts) []Finding {
+func CutOff(h Facts) (findings []Finding) {
 	if len(h.Ways) == 0 { // there are no pods
 		return nil
 	}
-	return slices.DeleteFunc(slices.Concat(h.forwarding(), h.ways()), func(f Finding) bool {
-		return !f.Serious || f.Word == "route" // flanneld puts its routes back
-	})
+	found := func(f Finding) {
+		if f.Serious && f.Word != "route" { // flanneld puts its routes back
+			findings = append(findings, f)
+		}
+	}
+	h.forwarding(found)
+	h.ways(found)
+	return findings
 }
 
 // text returns the content of a file without surrounding spaces. ok is false if the file cannot be read.
@@ -136,25 +143,15 @@ func (h Facts) sysctl(key string) (int, bool) {
 	return v, ok && err == nil
 }
 
-func (h Facts) kubernetes() bool { return h.Report != nil && h.Report.Datastore.Kind == "kubernetes" }
-
-func (h Facts) backend() string {
-	if h.Report == nil {
-		return ""
-	}
-	return h.Report.Network.BackendType
-}
+func (h Facts) kubernetes() bool { return h.Report.Datastore.Kind == "kubernetes" }
 
 // migrates reports whether the network changes to another backend. It has the devices and ports of both then.
-func (h Facts) migrates() bool { return h.Report != nil && h.Report.Network.NextBackendType != "" }
+func (h Facts) migrates() bool { return h.Report.Network.NextBackendType != "" }
 
 // families returns the address families of the network, or IPv4 if no daemon answers.
-func (h Facts) families() []prefix.Family {
-	families := []prefix.Family{}
-	if h.Report != nil {
-		for _, p := range h.Report.Network.Prefixes {
-			families = append(families, prefix.FamilyOf(p.Addr()))
-		}
+func (h Facts) families() (families []prefix.Family) {
+	for _, p := range h.Report.Network.Prefixes {
+		families = append(families, prefix.FamilyOf(p.Addr()))
 	}
 	if len(families) == 0 {
 		return []prefix.Family{prefix.IPv4}
@@ -162,60 +159,46 @@ func (h Facts) families() []prefix.Family {
 	return families
 }
 
-// ports returns the UDP ports that peers send to, or nil if no daemon answers.
-func (h Facts) ports() []int {
-	if h.Report == nil {
-		return nil
+// networkOf returns the prefix of the network that contains an address, or else the address alone.
+func (h Facts) networkOf(a netip.Addr) netip.Prefix {
+	for _, n := range h.Report.Network.Prefixes {
+		if n.Contains(a) {
+			return n
+		}
 	}
-	return h.Report.Network.Ports
+	return prefix.Host(a)
 }
 
-func (h Facts) daemon() []Finding {
+func (h Facts) daemon(found finder) {
 	switch {
 	case errors.Is(h.Away, fs.ErrPermission):
-		return []Finding{serious("only root may use the local socket: "+h.Away.Error(), "sudo flannelctl doctor")}
-	case h.Report == nil:
-		return []Finding{serious("no flanneld answers on the local socket: "+h.Away.Error(), "systemctl status flanneld; journalctl -u flanneld")}
+		found(serious("only root may use the local socket: "+h.Away.Error(), "sudo flannelctl doctor"))
+	case h.Away != nil:
+		found(serious("no flanneld answers on the local socket: "+h.Away.Error(), "systemctl status flanneld; journalctl -u flanneld"))
 	}
-
-	var found []Finding
 	if h.Unread != nil {
-		found = append(found, note("not everything could be examined: "+h.Unread.Error(), "run flannelctl as root"))
+		found(note("not everything could be examined: "+h.Unread.Error(), "run flannelctl as root"))
 	}
 
 	for _, r := range h.Report.Reasons {
-		if strings.HasPrefix(r, Part+": ") {
-			continue // it is a finding of CutOff
+		if !strings.HasPrefix(r, Part+": ") { // that is a finding of CutOff
+			found(serious("flanneld is not ready: "+r, "flannelctl status"))
 		}
-		found = append(found, serious("flanneld is not ready: "+r, "flannelctl status"))
 	}
 	if d := h.Report.Datastore; !d.Connected && !d.Since.IsZero() {
-		found = append(found, note(fmt.Sprintf("%s is away since %s: %s; pods keep their network", d.Kind, d.Since.UTC().Format(time.RFC3339), d.Error), "flannelctl status; see etcd.md"))
+		found(note(fmt.Sprintf("%s is away since %s: %s; pods keep their network", d.Kind, d.Since.UTC().Format(time.RFC3339), d.Error), "flannelctl status; see etcd.md"))
 	}
-	return found
 }
 
-// refused returns a finding about the peers that this host does not serve.
-func (h Facts) refused() []Finding {
-	return h.peersIn(status.Refused, func(names string, subnets []netip.Prefix) Finding {
-		return cut("refused", "this host refuses "+names+": its pods do not reach them",
-			"flannelctl status has all reasons; if the host of a lease is gone: flannelctl revoke LEASE", subnets...)
-	})
+// peers checks whether this host serves all peers, and whether the kernel has their objects.
+func (h Facts) peers(found finder) {
+	h.peersIn(found, status.Refused, "this host refuses %s: its pods do not reach them",
+		"flannelctl status has all reasons; if the host of a lease is gone: flannelctl revoke LEASE")
+	h.peersIn(found, status.Missing, "the kernel lacks objects for %s", "flannelctl status names the objects; journalctl -u flanneld")
 }
 
-// missing returns a finding about the peers whose objects the kernel lacks.
-func (h Facts) missing() []Finding {
-	return h.peersIn(status.Missing, func(names string, subnets []netip.Prefix) Finding {
-		return cut("missing", "the kernel lacks objects for "+names, "flannelctl status names the objects; journalctl -u flanneld", subnets...)
-	})
-}
-
-// peersIn returns one finding about all peers with a state, or none if there is no such peer.
-func (h Facts) peersIn(state status.State, finding func(names string, subnets []netip.Prefix) Finding) []Finding {
-	if h.Report == nil {
-		return nil
-	}
-
+// peersIn finds all peers with a state together.
+func (h Facts) peersIn(found finder, state status.State, problem, fix string) {
 	var names []string
 	var subnets []netip.Prefix
 	for _, p := range h.Report.Peers {
@@ -230,43 +213,35 @@ func (h Facts) peersIn(state status.State, finding func(names string, subnets []
 		subnets = append(subnets, p.Subnets...)
 	}
 
-	switch {
-	case len(names) == 0:
-		return nil
-	case len(names) == 1:
-		return []Finding{finding("the peer "+names[0], subnets)}
+	switch len(names) {
+	case 0:
+	case 1:
+		found(cut(string(state), fmt.Sprintf(problem, "the peer "+names[0]), fix, subnets...))
+	default:
+		found(cut(string(state), fmt.Sprintf(problem, fmt.Sprintf("%d peers, %s", len(names), oneline.List(names, ", "))), fix, subnets...))
 	}
-	return []Finding{finding(fmt.Sprintf("%d peers, %s", len(names), oneline.List(names, ", ")), subnets)}
 }
 
-// sharedAddresses returns a finding for each public address that several leases have. Hosts behind one
+// sharedAddresses finds each public address that several leases have. Hosts behind one
 // NAT may share an address. Without a NAT only one host has the address, and the other leases are left
 // over from hosts that are gone.
-func (h Facts) sharedAddresses() []Finding {
-	if h.Report == nil {
-		return nil
+func (h Facts) sharedAddresses(found finder) {
+	fix := "flannelctl revoke LEASE for those whose host is gone; hosts behind one NAT may share an address"
+	if h.kubernetes() {
+		fix = "kubectl delete node NODE for those that are gone; Nodes behind one NAT may share an address"
 	}
-
-	var found []Finding
 	for _, s := range h.Report.SharedPublicIPs {
-		problem := fmt.Sprintf("the leases %s have the public address %s: all are served, but a host that is gone may have left some of them", oneline.List(s.Leases, ", "), s.PublicIP)
-		fix := "flannelctl revoke LEASE for those whose host is gone; hosts behind one NAT may share an address"
-		if h.kubernetes() {
-			fix = "kubectl delete node NODE for those that are gone; Nodes behind one NAT may share an address"
-		}
-		found = append(found, note(problem, fix))
+		found(note(fmt.Sprintf("the leases %s have the public address %s: all are served, but a host that is gone may have left some of them", oneline.List(s.Leases, ", "), s.PublicIP), fix))
 	}
-	return found
 }
 
 // forwarding checks whether the kernel forwards at all, and IPv4 packets that arrive on the devices of pods and
 // of the network. The settings of devices have no meaning for packets of IPv6.
-func (h Facts) forwarding() []Finding {
-	var found []Finding
+func (h Facts) forwarding(found finder) {
 	for _, f := range h.families() {
 		key := map[prefix.Family]string{prefix.IPv4: "net/ipv4/ip_forward", prefix.IPv6: "net/ipv6/conf/all/forwarding"}[f]
 		if v, ok := h.sysctl(key); ok && v == 0 {
-			found = append(found, cut("forwarding", fmt.Sprintf("%s is not forwarded: pods can reach only this host", f),
+			found(cut("forwarding", fmt.Sprintf("%s is not forwarded: pods can reach only this host", f),
 				"sysctl -w "+strings.ReplaceAll(key, "/", ".")+"=1 (and a line in /etc/sysctl.d)", h.subnetsOf(f)...))
 			continue
 		}
@@ -277,28 +252,28 @@ func (h Facts) forwarding() []Finding {
 		for _, dev := range h.incoming() {
 			key := "net/ipv4/conf/" + dev + "/forwarding"
 			if v, ok := h.sysctl(key); ok && v == 0 {
-				found = append(found, cut("forwarding", fmt.Sprintf("%s does not forward IPv4: packets of pods that arrive there are dropped", dev),
+				found(cut("forwarding", fmt.Sprintf("%s does not forward IPv4: packets of pods that arrive there are dropped", dev),
 					"sysctl -w net/ipv4/conf/default/forwarding=1 "+key+"=1 (and lines in /etc/sysctl.d)", h.subnetsOf(f)...))
 			}
 		}
 	}
-	return found
 }
 
 // connections checks whether the kernel has room for new connections. It drops their first packets if not.
-func (h Facts) connections() []Finding {
+func (h Facts) connections(found finder) {
 	have, ok := h.sysctl("net/netfilter/nf_conntrack_count")
 	most, known := h.sysctl("net/netfilter/nf_conntrack_max")
 	if !ok || !known || most == 0 || have < most/10*9 {
-		return nil
+		return
 	}
 
 	problem := fmt.Sprintf("%d of %d connections are tracked: when all are used, new ones are dropped", have, most)
 	fix := fmt.Sprintf("sysctl -w net.netfilter.nf_conntrack_max=%d (and a line in /etc/sysctl.d)", 2*most)
 	if have < most {
-		return []Finding{note(problem, fix)}
+		found(note(problem, fix))
+	} else {
+		found(cut("conntrack", problem, fix))
 	}
-	return []Finding{cut("conntrack", problem, fix)}
 }
 
 // incoming returns the devices on which packets of pods arrive, each once.
@@ -314,9 +289,6 @@ func (h Facts) incoming() []string {
 
 // subnetsOf returns the subnets of all peers that have this family.
 func (h Facts) subnetsOf(f prefix.Family) (subnets []netip.Prefix) {
-	if h.Report == nil {
-		return nil
-	}
 	for _, p := range h.Report.Peers {
 		for _, s := range p.Subnets {
 			if prefix.FamilyOf(s.Addr()) == f {
@@ -327,19 +299,17 @@ func (h Facts) subnetsOf(f prefix.Family) (subnets []netip.Prefix) {
 	return subnets
 }
 
-func (h Facts) bridgeFilter() []Finding {
-	var found []Finding
+func (h Facts) bridgeFilter(found finder) {
 	for _, f := range h.families() {
 		key := map[prefix.Family]string{prefix.IPv4: "net/bridge/bridge-nf-call-iptables", prefix.IPv6: "net/bridge/bridge-nf-call-ip6tables"}[f]
 		name := strings.ReplaceAll(key, "/", ".")
 		switch v, ok := h.sysctl(key); {
 		case !ok:
-			found = append(found, Finding{Problem: "br_netfilter is not loaded: " + withoutBridgeFilter, Fix: "modprobe br_netfilter (and a line in /etc/modules-load.d)", Serious: h.kubernetes()})
+			found(Finding{Problem: "br_netfilter is not loaded: " + withoutBridgeFilter, Fix: "modprobe br_netfilter (and a line in /etc/modules-load.d)", Serious: h.kubernetes()})
 		case v == 0:
-			found = append(found, Finding{Problem: name + " is 0: " + withoutBridgeFilter, Fix: "sysctl -w " + name + "=1 (and a line in /etc/sysctl.d)", Serious: h.kubernetes()})
+			found(Finding{Problem: name + " is 0: " + withoutBridgeFilter, Fix: "sysctl -w " + name + "=1 (and a line in /etc/sysctl.d)", Serious: h.kubernetes()})
 		}
 	}
-	return found
 }
 
 // withoutBridgeFilter is the effect of a missing bridge filter, in every mode of kube-proxy. The
@@ -349,15 +319,13 @@ const withoutBridgeFilter = "a pod gets no answer from a Service that a pod on t
 
 // reversePath checks the filter of the external interface. A filter that drops packets for certain is a
 // finding of ways.
-func (h Facts) reversePath() []Finding {
-	if h.Report == nil || !h.strict(h.Report.Interface.Name) {
-		return nil
+func (h Facts) reversePath(found finder) {
+	if name := h.Report.Interface.Name; name != "" && h.strict(name) {
+		found(note(
+			"rp_filter is strict on "+name+": packets of pods are dropped if they arrive on another interface than that of the route back, as with DirectRouting and several interfaces",
+			"sysctl -w net.ipv4.conf.all.rp_filter=2 net.ipv4.conf."+name+".rp_filter=2",
+		))
 	}
-	name := h.Report.Interface.Name
-	return []Finding{note(
-		"rp_filter is strict on "+name+": packets of pods are dropped if they arrive on another interface than that of the route back, as with DirectRouting and several interfaces",
-		"sysctl -w net.ipv4.conf.all.rp_filter=2 net.ipv4.conf."+name+".rp_filter=2",
-	)}
 }
 
 // strict reports whether the reverse-path filter of a device is strict. The kernel applies the greater one of
@@ -368,76 +336,63 @@ func (h Facts) strict(dev string) bool {
 	return max(all, own) == 1
 }
 
-func (h Facts) firewalls() []Finding {
-	var found []Finding
+// firewalls checks whether programs run that may drop packets. Their remedies accept packets from pods, on any device, and
+// packets to the backend's UDP ports.
+func (h Facts) firewalls(found finder) {
+	var trusted []string
+	for _, p := range h.Report.Network.Prefixes {
+		trusted = append(trusted, "firewall-cmd --permanent --zone=trusted --add-source="+p.String())
+	}
+	if len(trusted) == 0 { // no daemon tells the network
+		trusted = []string{"firewall-cmd --permanent --zone=trusted --add-source=POD-NETWORK"}
+	}
+	allowed := []string{"ufw default allow routed"}
+	for _, port := range h.Report.Network.Ports {
+		trusted = append(trusted, fmt.Sprintf("firewall-cmd --permanent --add-port=%d/udp", port))
+		allowed = append(allowed, fmt.Sprintf("ufw allow %d/udp", port))
+	}
+
 	if _, ok := h.text("run/firewalld.pid"); ok || h.exists("run/firewalld") {
-		found = append(found, note("firewalld runs: it may drop packets of the network and its pods", h.firewalldFix()))
+		found(note("firewalld runs: it may drop packets of the network and its pods", strings.Join(append(trusted, "firewall-cmd --reload"), " && ")))
 	}
 	if conf, _ := h.text("etc/ufw/ufw.conf"); slices.Contains(strings.Fields(conf), "ENABLED=yes") {
-		fix := []string{"ufw default allow routed"}
-		for _, port := range h.ports() {
-			fix = append(fix, fmt.Sprintf("ufw allow %d/udp", port))
-		}
-		found = append(found, note("ufw is enabled: it drops forwarded packets by default", strings.Join(fix, "; ")))
+		found(note("ufw is enabled: it drops forwarded packets by default", strings.Join(allowed, "; ")))
 	}
-	return found
-}
-
-// firewalldFix returns commands that make firewalld accept packets from pods, on any device, and
-// packets to the backend's UDP ports. If no daemon answers, the commands contain a placeholder for the
-// network.
-func (h Facts) firewalldFix() string {
-	sources := []string{"POD-NETWORK"}
-	if h.Report != nil && len(h.Report.Network.Prefixes) > 0 {
-		sources = nil
-		for _, p := range h.Report.Network.Prefixes {
-			sources = append(sources, p.String())
-		}
-	}
-
-	var fix []string
-	for _, s := range sources {
-		fix = append(fix, "firewall-cmd --permanent --zone=trusted --add-source="+s)
-	}
-
-	for _, port := range h.ports() {
-		fix = append(fix, fmt.Sprintf("firewall-cmd --permanent --add-port=%d/udp", port))
-	}
-	return strings.Join(append(fix, "firewall-cmd --reload"), " && ")
 }
 
 // udev checks whether systemd-udevd may change the MAC address of a vxlan device. It assumes that a
 // link file of the operator that mentions flannel prevents this.
-func (h Facts) udev() []Finding {
-	if h.backend() != "vxlan" || !h.exists("usr/lib/systemd/network/99-default.link") && !h.exists("lib/systemd/network/99-default.link") {
-		return nil
+func (h Facts) udev(found finder) {
+	if h.Report.Network.BackendType != "vxlan" || !h.exists("usr/lib/systemd/network/99-default.link") && !h.exists("lib/systemd/network/99-default.link") {
+		return
 	}
 
 	links, _ := fs.Glob(h.Files, "etc/systemd/network/*.link")
 	for _, l := range links {
 		if text, _ := h.text(l); strings.Contains(text, "flannel") {
-			return nil
+			return
 		}
 	}
-	return []Finding{note(
+	found(note(
 		"udev may change the MAC of new vxlan devices; flanneld restores it, after a short interruption",
 		`printf '[Match]\nOriginalName=flannel*\n[Link]\nMACAddressPolicy=none\n' > /etc/systemd/network/50-flannel.link`,
-	)}
+	))
 }
 
 // port checks whether a process uses a UDP port that vxlan needs. /proc/net/udp also lists the
 // kernel's own vxlan socket. It causes no finding, because no process has it.
-func (h Facts) port() []Finding {
+func (h Facts) port(found finder) {
 	// Other backends that receive UDP do not become ready without their port, so a running daemon says it.
-	if h.Before == nil && (h.backend() != "vxlan" || h.migrates()) {
-		return nil
+	backend := h.Report.Network.BackendType
+	if h.Before == nil && (backend != "vxlan" || h.migrates()) {
+		return
 	}
-	for _, port := range h.ports() {
+	for _, port := range h.Report.Network.Ports {
 		if pid, ok := h.holder(port); ok {
-			return []Finding{serious(fmt.Sprintf("process %s uses UDP port %d, which %s needs", pid, port, h.backend()), fmt.Sprintf("ss -lunp 'sport = :%d'", port))}
+			found(serious(fmt.Sprintf("process %s uses UDP port %d, which %s needs", pid, port, backend), fmt.Sprintf("ss -lunp 'sport = :%d'", port)))
+			return
 		}
 	}
-	return nil
 }
 
 // holder returns the id of a process that has a socket on a UDP port. ok is false if there is none.
@@ -470,36 +425,35 @@ func (h Facts) owner(inode string) (pid string, ok bool) {
 }
 
 // next reports that the next backend of a migration does not start. Pods keep their network by the present one.
-func (h Facts) next() []Finding {
-	if h.Report == nil || h.Report.Network.NextError == "" {
-		return nil
+func (h Facts) next(found finder) {
+	n := h.Report.Network
+	if n.NextError == "" {
+		return
 	}
-	kind := h.Report.Network.NextBackendType
 	fix := "mend what the error names"
-	if module, ok := map[string]string{"vxlan": "vxlan", "wireguard": "wireguard", "ipip": "ipip", "udp": "tun"}[kind]; ok {
+	if module, ok := map[string]string{"vxlan": "vxlan", "wireguard": "wireguard", "ipip": "ipip", "udp": "tun"}[n.NextBackendType]; ok {
 		fix += " (a missing module: modprobe " + module + ")"
 	}
-	fix += "; flanneld tries again within a minute"
-	return []Finding{note(fmt.Sprintf("the next backend does not start: packets go on by the present one (%s: %s)", kind, h.Report.Network.NextError), fix)}
+	found(note(fmt.Sprintf("the next backend does not start: packets go on by the present one (%s: %s)", n.NextBackendType, n.NextError), fix+"; flanneld tries again within a minute"))
 }
 
-// modules checks whether the kernel has the module of the backend, loaded or not.
-func (h Facts) modules() []Finding {
-	module, ok := map[string]string{"vxlan": "vxlan", "wireguard": "wireguard", "ipip": "ipip"}[h.backend()]
-	if !ok || h.exists("sys/module/"+module) {
-		return nil
+// modules checks whether the kernel has the module of the backend, which has the same name, loaded or not.
+func (h Facts) modules(found finder) {
+	module := h.Report.Network.BackendType
+	if !slices.Contains([]string{"vxlan", "wireguard", "ipip"}, module) || h.exists("sys/module/"+module) {
+		return
 	}
 
 	for _, list := range []string{"modules.dep", "modules.builtin"} {
 		if text, ok := h.text("lib/modules/" + h.Release + "/" + list); ok && strings.Contains(text, "/"+module+".ko") {
-			return nil
+			return
 		}
 	}
 	if len(h.Report.Peers) > 0 && h.Report.Ready {
-		return nil // the network works, so the module is part of the kernel although no list contains it
+		return // the network works, so the module is part of the kernel although no list contains it
 	}
-	return []Finding{serious(
+	found(serious(
 		"kernel "+h.Release+" has no module "+module,
 		"install the package with the kernel's additional modules (Ubuntu: linux-modules-extra-"+h.Release+")",
-	)}
+	))
 }

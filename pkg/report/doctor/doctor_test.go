@@ -21,8 +21,8 @@ import (
 )
 
 // healthy returns the report of a daemon without problems.
-func healthy() *status.Report {
-	return &status.Report{
+func healthy() status.Report {
+	return status.Report{
 		Ready: true, Interface: status.Interface{Name: "eth0"}, Datastore: status.Datastore{Kind: "etcd", Connected: true},
 		Peers: []status.Peer{{
 			Lease: status.Lease{Key: "10.5.7.0-24", Subnets: []netip.Prefix{peer}}, State: status.InPlace,
@@ -251,7 +251,7 @@ func TestDoctor(t *testing.T) {
 				tc.facts(&h)
 			}
 			if tc.report != nil {
-				tc.report(h.Report)
+				tc.report(&h.Report)
 			}
 			found := Examine(h)
 			switch {

@@ -70,16 +70,11 @@ func (h Facts) policyFinding(p Policy, whose string, subnets ...netip.Prefix) Fi
 	return cut("ipsec", fmt.Sprintf("an IPsec policy (%s) drops %s: there is no security association for it, and no program that makes one", p, whose), "start the VPN; "+fix, subnets...)
 }
 
-// ipsec returns a finding for each policy that drops packets of the backend.
-func (h Facts) ipsec() []Finding {
-	if h.Report == nil {
-		return nil
-	}
-
-	var found []Finding
-	add := func(direction string, src, dst netip.Addr, port int, subnets []netip.Prefix) {
+// ipsec finds each policy that drops packets of the backend.
+func (h Facts) ipsec(found finder) {
+	judge := func(direction string, src, dst netip.Addr, port int, subnets []netip.Prefix) {
 		if p, drops := h.policy(direction, src, dst, port); drops {
-			found = append(found, h.policyFinding(p, fmt.Sprintf("packets from %s to UDP port %d of %s", src, port, dst), subnets...))
+			found(h.policyFinding(p, fmt.Sprintf("packets from %s to UDP port %d of %s", src, port, dst), subnets...))
 		}
 	}
 	for _, peer := range h.Report.Peers {
@@ -89,11 +84,10 @@ func (h Facts) ipsec() []Finding {
 					continue
 				}
 				for _, port := range h.Report.Network.Ports {
-					add("out", own.Local, other, port, peer.Subnets)
-					add("in", other, own.Local, port, peer.Subnets)
+					judge("out", own.Local, other, port, peer.Subnets)
+					judge("in", other, own.Local, port, peer.Subnets)
 				}
 			}
 		}
 	}
-	return found
 }

@@ -18,12 +18,11 @@ type Docker struct {
 }
 
 // dockers checks whether Docker drops packets from other hosts to its containers in this host's subnet.
-func (h Facts) dockers() []Finding {
-	var found []Finding
+func (h Facts) dockers(found finder) {
 	for _, d := range h.Docker {
 		b := d.Bridge
 		if d.IPTables.Direct || d.NFTables.Direct {
-			found = append(found, serious(
+			found(serious(
 				fmt.Sprintf("Docker drops packets from other hosts to containers in %s before they are routed", b.Subnet),
 				`put "allow-direct-routing": true into /etc/docker/daemon.json (Docker 28.2 or later) and restart Docker; see docker.md`,
 			))
@@ -31,22 +30,18 @@ func (h Facts) dockers() []Finding {
 
 		unpublished := fmt.Sprintf("Docker drops forwarded packets from other hosts to %s, except to published ports", b.Name)
 		if d.IPTables.Forward {
-			found = append(found, serious(unpublished,
-				fmt.Sprintf("%s -I DOCKER-USER -s %s -d %s -j ACCEPT (the drop-in of docker.md does so at each start)", d.Program, b.Network, b.Subnet),
-			))
+			found(serious(unpublished,
+				fmt.Sprintf("%s -I DOCKER-USER -s %s -d %s -j ACCEPT (the drop-in of docker.md does so at each start)", d.Program, b.Network, b.Subnet)))
 		}
 		if d.NFTables.Forward {
-			found = append(found, serious(unpublished,
-				`put "bridge-accept-fwmark" into /etc/docker/daemon.json, mark the packets from the network, and restart Docker; see docker.md`,
-			))
+			found(serious(unpublished,
+				`put "bridge-accept-fwmark" into /etc/docker/daemon.json, mark the packets from the network, and restart Docker; see docker.md`))
 		}
 	}
-	return found
 }
 
-// blocks returns a finding for each rule that drops packets of the backend or of pods.
-func (h Facts) blocks() []Finding {
-	var found []Finding
+// blocks finds each rule that drops packets of the backend or of pods.
+func (h Facts) blocks(found finder) {
 	for _, b := range h.Blocks {
 		what := fmt.Sprintf("forwarded packets of pods from %s to %s", b.In, b.Out)
 		subnets := h.subnetsOf(prefix.FamilyOf(b.Src))
@@ -57,36 +52,32 @@ func (h Facts) blocks() []Finding {
 		if b.In == "" {
 			what = fmt.Sprintf("packets of this host to UDP port %d of others", b.Port)
 		}
+
 		where := fmt.Sprintf("%s in chain %s of table %s: %s", what, b.Chain, b.Table, b.Rule)
+		fix := h.accept(b) + " (and make it permanent in the firewall's own settings)"
 		if b.Doubtful {
-			found = append(found, note(b.Program+" may drop "+where, h.accept(b)))
-			continue
+			found(note(b.Program+" may drop "+where, fix))
+		} else {
+			found(cut("firewall", b.Program+" drops "+where, fix, subnets...))
 		}
-		found = append(found, cut("firewall", b.Program+" drops "+where, h.accept(b), subnets...))
 	}
-	return found
 }
 
 // accept returns a command that accepts a packet before the rule that drops it.
 func (h Facts) accept(b firewall.Block) string {
-	const permanent = " (and make it permanent in the firewall's own settings)"
-	network := prefix.Host(b.Src)
-	for _, n := range h.Report.Network.Prefixes {
-		if n.Contains(b.Src) {
-			network = n
-		}
+	network := h.networkOf(b.Src)
+	inNFTables := fmt.Sprintf("ip saddr %s", network)
+	inIPTables := fmt.Sprintf("-s %s", network)
+	switch {
+	case !b.Forwarded():
+		inNFTables = fmt.Sprintf("udp dport %d", b.Port)
+		inIPTables = fmt.Sprintf("-p udp --dport %d", b.Port)
+	case network.Addr().Is6():
+		inNFTables = fmt.Sprintf("ip6 saddr %s", network)
 	}
 
-	nft := b.Program == "nft"
-	switch {
-	case nft && !b.Forwarded():
-		return fmt.Sprintf("nft insert rule %s %s udp dport %d accept", b.Table, b.Chain, b.Port) + permanent
-	case nft && network.Addr().Is6():
-		return fmt.Sprintf("nft insert rule %s %s ip6 saddr %s accept", b.Table, b.Chain, network) + permanent
-	case nft:
-		return fmt.Sprintf("nft insert rule %s %s ip saddr %s accept", b.Table, b.Chain, network) + permanent
-	case !b.Forwarded():
-		return fmt.Sprintf("%s -t %s -I %s -p udp --dport %d -j ACCEPT", b.Program, b.Table, b.Chain, b.Port) + permanent
+	if b.Program == "nft" {
+		return fmt.Sprintf("nft insert rule %s %s %s accept", b.Table, b.Chain, inNFTables)
 	}
-	return fmt.Sprintf("%s -t %s -I %s -s %s -j ACCEPT", b.Program, b.Table, b.Chain, network) + permanent
+	return fmt.Sprintf("%s -t %s -I %s %s -j ACCEPT", b.Program, b.Table, b.Chain, inIPTables)
 }

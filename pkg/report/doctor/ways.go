@@ -23,6 +23,16 @@ type Bridge struct {
 	Addresses []netip.Prefix
 }
 
+// In returns the address of the bridge in p, or the zero Prefix.
+func (b Bridge) In(p netip.Prefix) (address netip.Prefix) {
+	for _, a := range b.Addresses {
+		if p.Contains(a.Addr()) {
+			return a
+		}
+	}
+	return address
+}
+
 // Way is the kernel's decision about a packet between a pod of this host and a pod of a peer.
 type Way struct {
 	Subnet   netip.Prefix // of the peer
@@ -95,13 +105,9 @@ func (h Facts) takes(r Rule, w Way) bool {
 	return r.Refuses || slices.ContainsFunc(h.Refusals, func(f Refusal) bool { return f.Table == r.Table && f.To.Contains(w.To) })
 }
 
-// ways returns a finding for each reason why the kernel does not carry packets of pods. Packets to many peers
-// usually have the same reason.
-func (h Facts) ways() []Finding {
-	if h.Report == nil {
-		return nil
-	}
-
+// ways finds each reason why the kernel does not carry packets of pods. Packets to many peers usually have the same
+// reason.
+func (h Facts) ways(found finder) {
 	expected := map[netip.Prefix][]Route{}
 	for _, p := range h.Report.Peers {
 		for i, s := range p.Subnets {
@@ -119,21 +125,21 @@ func (h Facts) ways() []Finding {
 		}
 	}
 
-	var found []Finding
+	var reasons []Finding
 	for _, w := range h.Ways {
 		f, wrong := h.wayFinding(w, expected[w.Subnet])
 		if !wrong {
 			continue
 		}
-		same := slices.IndexFunc(found, func(other Finding) bool { return other.Problem == f.Problem })
+		same := slices.IndexFunc(reasons, func(other Finding) bool { return other.Problem == f.Problem })
 		if same >= 0 {
-			found[same].Subnets = append(found[same].Subnets, w.Subnet)
+			reasons[same].Subnets = append(reasons[same].Subnets, w.Subnet)
 			continue
 		}
-		found = append(found, f)
+		reasons = append(reasons, f)
 	}
 
-	for i, f := range found {
+	for _, f := range reasons {
 		var names []string
 		for _, s := range f.Subnets {
 			names = append(names, s.String())
@@ -142,9 +148,9 @@ func (h Facts) ways() []Finding {
 		if !f.Serious {
 			reach = "may not reach"
 		}
-		found[i].Problem = fmt.Sprintf("pods %s %s: %s", reach, oneline.List(names, ", "), f.Problem)
+		f.Problem = fmt.Sprintf("pods %s %s: %s", reach, oneline.List(names, ", "), f.Problem)
+		found(f)
 	}
-	return found
 }
 
 // wayFinding returns the reason why a packet does not arrive. wrong is false if nothing is wrong, or if
@@ -203,17 +209,11 @@ func (h Facts) dropped(w Way) (f Finding, wrong bool) {
 
 // ruleFix returns a command that makes the packets of pods use the main table.
 func (h Facts) ruleFix(w Way, r Rule) string {
-	to := prefix.Host(w.To)
-	for _, n := range h.Report.Network.Prefixes {
-		if n.Contains(w.To) {
-			to = n
-		}
-	}
 	ip := "ip"
 	if w.To.Is6() {
 		ip = "ip -6"
 	}
-	return fmt.Sprintf("%s rule add pref %d to %s lookup main (and make it permanent)", ip, max(r.Priority-1, 1), to)
+	return fmt.Sprintf("%s rule add pref %d to %s lookup main (and make it permanent)", ip, max(r.Priority-1, 1), h.networkOf(w.To))
 }
 
 // RoutesTo returns the routes of flanneld to a peer. It returns nil if there are none, or if flanneld wants the host
@@ -252,48 +252,34 @@ func (h Facts) leadsToBridge(dev string) bool {
 }
 
 // bridges checks the addresses and the MTUs of the bridges of pods.
-func (h Facts) bridges() []Finding {
-	if h.Report == nil {
-		return nil
-	}
-
-	var found []Finding
+func (h Facts) bridges(found finder) {
 	mtu := h.Report.Network.MTU
 	external := h.Report.Interface
 	for _, b := range h.Bridges {
 		for _, own := range h.Report.Lease.Subnets {
-			in := func(p netip.Prefix) int {
-				return slices.IndexFunc(b.Addresses, func(a netip.Prefix) bool { return p.Contains(a.Addr()) })
-			}
-
-			former := -1
 			for _, n := range h.Report.Network.Prefixes {
-				if n.Overlaps(own) {
-					former = in(n)
+				if former := b.In(n); former.IsValid() && n.Overlaps(own) && !b.In(own).IsValid() {
+					found(cut("bridge",
+						fmt.Sprintf("%s has the address %s, but this host's subnet is %s: its pods are not reached", b.Name, former, own),
+						fmt.Sprintf("ip link delete %s, and restart the pods: the CNI plugin creates the bridge again", b.Name), h.subnetsOf(prefix.FamilyOf(own.Addr()))...,
+					))
 				}
-			}
-			if former >= 0 && in(own) < 0 {
-				found = append(found, cut("bridge",
-					fmt.Sprintf("%s has the address %s, but this host's subnet is %s: its pods are not reached", b.Name, b.Addresses[former], own),
-					fmt.Sprintf("ip link delete %s, and restart the pods: the CNI plugin creates the bridge again", b.Name), h.subnetsOf(prefix.FamilyOf(own.Addr()))...,
-				))
 			}
 		}
 
 		switch {
 		case mtu > 0 && b.PortMTU > 0 && b.MTU > mtu: // without ports the kernel sets 1500
-			found = append(found, cut("mtu",
+			found(cut("mtu",
 				fmt.Sprintf("%s has MTU %d, the network carries %d (%s has %d): large packets are lost or slow", b.Name, b.MTU, mtu, external.Name, external.MTU),
 				fmt.Sprintf("ip link set %s mtu %d, and restart the pods; or set the MTU of %s", b.Name, mtu, external.Name)))
 		case mtu > 0 && b.PortMTU > mtu:
-			found = append(found, cut("mtu",
+			found(cut("mtu",
 				fmt.Sprintf("pods at %s have MTU %d, the network carries %d: large packets are lost or slow", b.Name, b.PortMTU, mtu),
 				"restart the pods: they keep the MTU with which they were created"))
 		case b.PortMTU > b.MTU:
-			found = append(found, cut("mtu",
+			found(cut("mtu",
 				fmt.Sprintf("%s has MTU %d, its pods have %d: large packets to them are lost", b.Name, b.MTU, b.PortMTU),
 				fmt.Sprintf("ip link set %s mtu %d", b.Name, b.PortMTU)))
 		}
 	}
-	return found
 }

@@ -32,10 +32,9 @@ func Dumps() map[string]func() ([]string, error) {
 			})
 		},
 		"addresses": func() ([]string, error) {
-			return describe(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) },
-				func(a netlink.Addr, device devices) string {
-					return fmt.Sprintf("%s dev %s scope %d flags %#x", a.IPNet, device.name(a.LinkIndex), a.Scope, a.Flags)
-				})
+			return describe(addresses, func(a netlink.Addr, device devices) string {
+				return fmt.Sprintf("%s dev %s scope %d flags %#x", a.IPNet, device.name(a.LinkIndex), a.Scope, a.Flags)
+			})
 		},
 		"routes": func() ([]string, error) {
 			all := func() ([]netlink.Route, error) {

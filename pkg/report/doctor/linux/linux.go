@@ -36,27 +36,27 @@ func Host(away error) doctor.Facts {
 // those that cannot be read.
 func Pods(r status.Report) doctor.Facts {
 	f := Host(nil)
-	f.Report = &r
+	f.Report = r
 
 	var errs []error
-	var e error
-	if f.Bridges, e = bridges(r); e != nil {
-		errs = append(errs, fmt.Errorf("read the bridges of pods: %w", e))
-	}
-	if f.Rules, e = rules(); e != nil {
-		errs = append(errs, fmt.Errorf("read the rules for routing tables: %w", e))
-	}
-	if f.Ways, e = ways(r, f.Bridges); e != nil {
-		errs = append(errs, fmt.Errorf("ask for the routes of pods: %w", e))
-	}
-	if slices.ContainsFunc(f.Ways, func(w doctor.Way) bool { return w.Route.Err != nil }) {
-		if f.Refusals, e = refusals(); e != nil {
-			errs = append(errs, fmt.Errorf("read the routes that refuse packets: %w", e))
+	var err error
+	note := func(activity string) {
+		if err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", activity, err))
 		}
 	}
-	if f.Policies, e = policies(); e != nil {
-		errs = append(errs, fmt.Errorf("read the policies of IPsec: %w", e))
+	f.Bridges, err = bridges(r)
+	note("read the bridges of pods")
+	f.Rules, err = rules()
+	note("read the rules for routing tables")
+	f.Ways, err = ways(r, f.Bridges)
+	note("ask for the routes of pods")
+	if slices.ContainsFunc(f.Ways, func(w doctor.Way) bool { return w.Route.Err != nil }) {
+		f.Refusals, err = refusals()
+		note("read the routes that refuse packets")
 	}
+	f.Policies, err = policies()
+	note("read the policies of IPsec")
 	f.Unread = oneline.Join(errs...)
 	return f
 }
@@ -101,13 +101,20 @@ func dump[T any](list func() ([]T, error)) (all []T, err error) {
 	return nil, err
 }
 
+func addresses() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) }
+
+// routes returns the routes of one type, such as unix.RTN_UNICAST, of all tables.
+func routes(kind int) ([]netlink.Route, error) {
+	return dump(func() ([]netlink.Route, error) {
+		filter := &netlink.Route{Type: kind, Table: unix.RT_TABLE_UNSPEC}
+		return netlink.RouteListFiltered(netlink.FAMILY_ALL, filter, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
+	})
+}
+
 // Ranges returns the ranges of addresses that this host reaches through routes of any table or its own addresses, except
 // for default routes, loopback, multicast and link-local addresses.
 func Ranges() ([]doctor.Range, error) {
-	routes, err := dump(func() ([]netlink.Route, error) {
-		filter := &netlink.Route{Type: unix.RTN_UNICAST, Table: unix.RT_TABLE_UNSPEC}
-		return netlink.RouteListFiltered(netlink.FAMILY_ALL, filter, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
-	})
+	routes, err := routes(unix.RTN_UNICAST)
 	if err != nil {
 		return nil, err
 	}
@@ -115,7 +122,7 @@ func Ranges() ([]doctor.Range, error) {
 	if err != nil {
 		return nil, err
 	}
-	addrs, err := dump(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) })
+	addrs, err := dump(addresses)
 	if err != nil {
 		return nil, err
 	}
@@ -165,7 +172,7 @@ func bridges(r status.Report) ([]doctor.Bridge, error) {
 	if err != nil {
 		return nil, err
 	}
-	addrs, err := dump(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) })
+	addrs, err := dump(addresses)
 	if err != nil {
 		return nil, err
 	}
@@ -200,10 +207,8 @@ func bridges(r status.Report) ([]doctor.Bridge, error) {
 // HasPods reports whether a bridge has an address in a subnet of this host.
 func HasPods(r status.Report) bool {
 	all, _ := bridges(r)
-	return slices.ContainsFunc(all, func(b doctor.Bridge) bool {
-		return slices.ContainsFunc(b.Addresses, func(a netip.Prefix) bool {
-			return slices.ContainsFunc(r.Lease.Subnets, func(s netip.Prefix) bool { return s.Contains(a.Addr()) })
-		})
+	return slices.ContainsFunc(r.Lease.Subnets, func(own netip.Prefix) bool {
+		return slices.ContainsFunc(all, func(b doctor.Bridge) bool { return b.In(own).IsValid() })
 	})
 }
 
@@ -234,10 +239,7 @@ func rules() ([]doctor.Rule, error) {
 // refusals returns the routes of all tables that drop or refuse packets.
 func refusals() (all []doctor.Refusal, err error) {
 	for _, kind := range []int{unix.RTN_BLACKHOLE, unix.RTN_UNREACHABLE, unix.RTN_PROHIBIT} {
-		routes, err := dump(func() ([]netlink.Route, error) {
-			filter := &netlink.Route{Type: kind, Table: unix.RT_TABLE_UNSPEC}
-			return netlink.RouteListFiltered(netlink.FAMILY_ALL, filter, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
-		})
+		routes, err := routes(kind)
 		if err != nil {
 			return nil, err
 		}
@@ -255,8 +257,9 @@ func ways(r status.Report, bridges []doctor.Bridge) ([]doctor.Way, error) {
 	var all []doctor.Way
 	names := map[int]string{}
 	for _, b := range bridges {
-		for _, a := range b.Addresses {
-			if !slices.ContainsFunc(r.Lease.Subnets, func(s netip.Prefix) bool { return s.Contains(a.Addr()) }) {
+		for _, own := range r.Lease.Subnets {
+			a := b.In(own)
+			if !a.IsValid() {
 				continue
 			}
 
@@ -343,9 +346,7 @@ func docker(ctx context.Context, r status.Report, bridges []doctor.Bridge) []doc
 	var all []doctor.Docker
 	for _, subnet := range r.Lease.Subnets {
 		network := slices.IndexFunc(r.Network.Prefixes, func(n netip.Prefix) bool { return prefix.Contains(n, subnet) })
-		bridge := slices.IndexFunc(bridges, func(b doctor.Bridge) bool {
-			return slices.ContainsFunc(b.Addresses, func(a netip.Prefix) bool { return subnet.Contains(a.Addr()) })
-		})
+		bridge := slices.IndexFunc(bridges, func(b doctor.Bridge) bool { return b.In(subnet).IsValid() })
 		if network < 0 || bridge < 0 {
 			continue
 		}
