@@ -21,14 +21,13 @@ const (
 type limited struct {
 	net.Listener
 
-	mu       sync.Mutex
-	bySource map[netip.Addr]int // numbers of open connections of other addresses
-	others   int                // their sum
-	host     int
+	mu     sync.Mutex
+	open   map[netip.Addr]int // numbers of open connections by the result of sourceOf
+	others int                // number of those from other addresses
 }
 
 func limit(ln net.Listener) *limited {
-	return &limited{Listener: ln, bySource: map[netip.Addr]int{}}
+	return &limited{Listener: ln, open: map[netip.Addr]int{}}
 }
 
 // Accept implements net.Listener.
@@ -62,34 +61,30 @@ func (l *limited) add(source netip.Addr) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 
-	if !source.IsValid() {
-		if l.host == maxOfHost {
-			return false
-		}
-		l.host++
-		return true
+	most := maxOfHost
+	if source.IsValid() {
+		most = maxOfSource
 	}
-
-	if l.others == maxOfOthers || l.bySource[source] == maxOfSource {
+	if l.open[source] == most || source.IsValid() && l.others == maxOfOthers {
 		return false
 	}
-	l.others++
-	l.bySource[source]++
+	l.count(source, 1)
 	return true
 }
 
 func (l *limited) remove(source netip.Addr) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.count(source, -1)
+}
 
-	if !source.IsValid() {
-		l.host--
-		return
+// count adds n connections. The caller holds l.mu.
+func (l *limited) count(source netip.Addr, n int) {
+	if l.open[source] += n; l.open[source] == 0 {
+		delete(l.open, source)
 	}
-
-	l.others--
-	if l.bySource[source]--; l.bySource[source] == 0 {
-		delete(l.bySource, source)
+	if source.IsValid() {
+		l.others += n
 	}
 }
 

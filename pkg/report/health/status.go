@@ -30,14 +30,13 @@ type Status struct {
 type part struct {
 	name   string
 	err    error
-	since  time.Time     // when the component last turned bad; zero before its first bad report
 	grace  time.Duration // how long err may last before the daemon is not ready
 	turned time.Time     // when the component last changed between good and bad; zero before its first report
 }
 
 // counts reports whether the part makes the daemon not ready.
 func (p *part) counts(now time.Time) bool {
-	return p.err != nil && (p.since.IsZero() || now.Sub(p.since) >= p.grace)
+	return p.err != nil && (p.turned.IsZero() || now.Sub(p.turned) >= p.grace)
 }
 
 // New returns the status of a daemon that becomes ready once all required components have
@@ -60,9 +59,6 @@ func (s *Status) Set(component string, err error) {
 	if (err == nil) != (p.err == nil) || p.turned.IsZero() {
 		p.turned = time.Now()
 	}
-	if err != nil && (p.err == nil || p.since.IsZero()) {
-		p.since = time.Now()
-	}
 	p.err = err
 }
 
@@ -82,12 +78,8 @@ func (s *Status) SetGrace(component string, grace time.Duration) {
 func (s *Status) Part(component string) (since time.Time, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, p := range s.parts {
-		if p.name == component {
-			return p.turned, p.err
-		}
-	}
-	return time.Time{}, nil
+	p := s.part(component)
+	return p.turned, p.err
 }
 
 // part returns the component called name and adds it if it is new. The caller has locked s.mu.
