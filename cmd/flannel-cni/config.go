@@ -90,8 +90,12 @@ func (o object) text(key, def string) (string, error) {
 	return s, nil
 }
 
-func (o object) set(key string, value any) {
-	o[key], _ = json.Marshal(value) // cannot fail: each value that the plugin sets has a JSON form
+func (o object) set(key string, value any) { o[key] = raw(value) }
+
+// raw returns the JSON of a value that the plugin sets, each of which has one.
+func raw(value any) json.RawMessage {
+	text, _ := json.Marshal(value)
+	return text
 }
 
 // preset is set unless the object has the key.
@@ -179,23 +183,16 @@ func (c config) addressManagement(host subnetfile.File) (object, error) {
 	ipam.preset("type", defaultIPAM)
 
 	var routes []json.RawMessage
-	if raw, ok := ipam["routes"]; ok {
-		if err := json.Unmarshal(raw, &routes); err != nil {
+	if given, ok := ipam["routes"]; ok {
+		if err := json.Unmarshal(given, &routes); err != nil {
 			return nil, types.NewError(types.ErrInvalidNetworkConfig, "network configuration "+c.Name, "ipam.routes: "+err.Error())
 		}
 	}
 
 	var ranges [][]object
 	for _, e := range host.Entries {
-		subnet := object{}
-		subnet.set("subnet", e.Subnet)
-		ranges = append(ranges, []object{subnet})
-
-		route, err := json.Marshal(map[string]netip.Prefix{"dst": e.Network})
-		if err != nil {
-			return nil, fmt.Errorf("encode route: %w", err)
-		}
-		routes = append(routes, route)
+		ranges = append(ranges, []object{{"subnet": raw(e.Subnet)}})
+		routes = append(routes, raw(object{"dst": raw(e.Network)}))
 	}
 
 	ipam.set("ranges", ranges)
