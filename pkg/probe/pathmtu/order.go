@@ -2,7 +2,10 @@
 
 package pathmtu
 
-import "time"
+import (
+	"slices"
+	"time"
+)
 
 const (
 	// Rate is the maximum number of echo requests per second that a host sends to find path MTUs, in all
@@ -13,42 +16,35 @@ const (
 	interval = 2 * time.Second
 )
 
-// order is the order in which paths are checked. A path waits in one queue, or it is being checked.
-type order struct {
-	fresh queue // paths that were never checked, which come first
-	due   queue // all other paths
-}
-
-// queue contains paths in the order in which they were added. Those that are gone stay until their turn.
+// queue contains the paths that wait for a check, by the time when it is due. Paths that were never checked come first.
 type queue []*state
 
-// next takes the path that must be checked now out of its queue, or returns the time until there may be
-// one. The caller adds the path to due after the check.
-func (o *order) next(now time.Time) (*state, time.Duration) {
-	pause := interval
-	for _, q := range []*queue{&o.fresh, &o.due} {
-		s, left := q.first(now)
-		if s != nil {
-			s.begun = now
-			return s, 0
+// add adds a path, behind others that are due at the same time.
+func (q *queue) add(s *state) {
+	at, _ := slices.BinarySearchFunc(*q, s.due, func(other *state, due time.Time) int {
+		if other.due.After(due) {
+			return 1
 		}
-		pause = min(pause, left)
-	}
-	return nil, pause
+		return -1
+	})
+	*q = slices.Insert(*q, at, s)
 }
 
-// first is next for one queue.
-func (q *queue) first(now time.Time) (*state, time.Duration) {
-	for len(*q) > 0 {
-		s := (*q)[0]
-		if left := s.begun.Add(interval).Sub(now); left > 0 && !s.gone {
-			return nil, left
-		}
-		(*q)[0] = nil
-		*q = (*q)[1:]
-		if !s.gone {
-			return s, 0
-		}
+func (q *queue) remove(s *state) {
+	*q = slices.DeleteFunc(*q, func(other *state) bool { return other == s })
+}
+
+// next takes the path that must be checked now out of the queue, or returns the time until there may be
+// one. The caller adds the path again after the check.
+func (q *queue) next(now time.Time) (*state, time.Duration) {
+	if len(*q) == 0 {
+		return nil, interval
 	}
-	return nil, interval
+	s := (*q)[0]
+	if left := s.due.Sub(now); left > 0 {
+		return nil, left
+	}
+	*q = slices.Delete(*q, 0, 1)
+	s.due = now.Add(interval)
+	return s, 0
 }

@@ -24,7 +24,7 @@ type state struct {
 	key    string
 	path   Path
 	size   int       // of the largest packet that passes, in bytes
-	begun  time.Time // when the last check began
+	due    time.Time // when the next check is due; zero before the first one
 	raised time.Time // time of the last attempt to find a larger size, or of the last change
 	gone   bool
 	// searches limits the searches on the path. It is nil before the first one.

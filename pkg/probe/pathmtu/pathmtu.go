@@ -81,7 +81,9 @@ func (p *Prober) Run(ctx context.Context) {
 			p.check(ctx, s)
 			p.mu.Lock()
 			defer p.mu.Unlock()
-			p.order.due = append(p.order.due, s)
+			if !s.gone {
+				p.order.add(s)
+			}
 			p.added.Send()
 		})
 	}

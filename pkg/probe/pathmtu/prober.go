@@ -51,7 +51,7 @@ type Prober struct {
 	paths   map[netip.Prefix]*state
 	peers   map[string][]Path   // by key of the lease
 	resized map[string]struct{} // keys for Take
-	order   order
+	order   queue
 	found   map[string]int // last size that a search has found, by device
 }
 
@@ -89,6 +89,7 @@ func (p *Prober) Aim(key string, paths []Path) {
 // The caller holds p.mu.
 func (p *Prober) remove(s *state) {
 	s.gone = true
+	p.order.remove(s)
 	delete(p.paths, s.path.Subnet)
 }
 
@@ -107,7 +108,7 @@ func (p *Prober) add(key string, path Path) {
 	}
 
 	p.paths[path.Subnet] = s
-	p.order.fresh = append(p.order.fresh, s)
+	p.order.add(s)
 	p.added.Send()
 }
 
