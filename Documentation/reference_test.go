@@ -335,7 +335,7 @@ func scrape(t *testing.T) string {
 		one := map[string]int{"": 1}
 		return metrics.Values{
 			Backend: "vxlan", Peers: one, Objects: map[string]dataplane.Count{"": {}}, Pool: map[string]uint64{"": 1},
-			LastSync: time.Unix(1, 0), LeaseExpires: time.Unix(1, 0), Carried: map[string]int{"next": 1}, Dropped: map[string]uint64{"": 1}, Paths: &paths.Outcome{}, CloudPeers: one, LocationPeers: one,
+			LastSync: time.Unix(1, 0), LeaseExpires: time.Unix(1, 0), Carried: map[string]int{"next": 1}, Dropped: map[string]uint64{"": 1}, Paths: &paths.Outcome{Results: one}, CloudPeers: one, LocationPeers: one,
 			Cloud: &cloud.Report{
 				Good: time.Unix(1, 0), Calls: []cloud.CallCount{{N: 1}}, Tables: []cloud.TableReport{{Used: map[prefix.Family]int{prefix.IPv4: 1}, Quota: map[prefix.Family]int{prefix.IPv4: 1}}},
 			},

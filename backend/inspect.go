@@ -10,6 +10,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -89,16 +90,7 @@ type CloudRouter interface {
 type Overflower interface {
 	// Overflow returns how many peers are reached in which way, and a problem with the routes of
 	// the cloud to this host, if there is one.
-	Overflow() OverflowReport
-}
-
-// OverflowReport says how many peers this host reaches in which way.
-type OverflowReport struct {
-	Tunnel            string // type of the tunnel's backend
-	ByCloud, ByTunnel int    // numbers of peers
-	// Problem says what is wrong with the routes of the cloud to this host, and what follows from
-	// that. It is empty if nothing is wrong.
-	Problem string
+	Overflow() status.Overflow
 }
 
 // PathSizer is a Network whose paths to peers may be narrower than its device. Its method may be called
@@ -138,8 +130,8 @@ type Inspection struct {
 	Mode     string                     // data path in use; empty if the network is not a DataPath
 	Dropped  map[string]uint64          // dropped packets by reason; nil if the network does not count them
 	Cloud    *cloud.Report              // nil if the network is not a CloudRouter
-	Overflow *OverflowReport            // nil if the network is not an Overflower
-	Location *LocationReport            // nil if the network is not a Locator, or has no locations
+	Overflow *status.Overflow           // nil if the network is not an Overflower
+	Location *status.Location           // nil if the network is not a Locator, or has no locations
 	Shared   []subnet.SharedPublicIP    // public addresses that several served leases have
 	// NotStarted is why the next backend of a Migrator does not run; nil if it does, or if there is none.
 	NotStarted error

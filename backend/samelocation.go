@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // SameLocation is the key SameLocation of a Backend object: the backend between hosts of one location.
@@ -87,13 +89,5 @@ func CheckLocations(b Backend, configured string) error {
 type Locator interface {
 	// Location returns how many peers are served by which backend. It returns nil if the network has no
 	// locations.
-	Location() *LocationReport
-}
-
-// LocationReport tells by which backend packets travel.
-type LocationReport struct {
-	Name            string // location of this host; empty if it has none
-	Inside, Between string // types of the backends
-	ByInside        int    // number of peers to which the backend inside of the location carries the packets
-	ByBetween       int    // number of the peers to which the backend between locations carries the packets
+	Location() *status.Location
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/rpfilter"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -229,8 +230,8 @@ func (n *network) Choice(key string) backend.Choice {
 }
 
 // Location implements backend.Locator.
-func (n *network) Location() *backend.LocationReport {
-	r := &backend.LocationReport{Name: n.env.Location, Inside: n.sides.inside.Type, Between: n.sides.between.Type}
+func (n *network) Location() *status.Location {
+	r := &status.Location{Name: n.env.Location, Inside: n.sides.inside.Type, Between: n.sides.between.Type}
 	for key := range n.peers {
 		if n.isInside(key) {
 			r.ByInside++

@@ -20,6 +20,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -238,7 +239,7 @@ func TestChoice(t *testing.T) {
 					t.Errorf("%s: %+v, want %+v", key, got, want)
 				}
 			}
-			if r := b.net.Location(); *r != (backend.LocationReport{Name: "east", Inside: kind, Between: "wireguard", ByInside: 1, ByBetween: 6}) {
+			if r := b.net.Location(); *r != (status.Location{Name: "east", Inside: kind, Between: "wireguard", ByInside: 1, ByBetween: 6}) {
 				t.Errorf("report %+v", *r)
 			}
 			if mtu := b.net.MTU(); mtu != 1440 {

@@ -20,6 +20,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/rpfilter"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -718,7 +719,7 @@ func (n *network) PathMTU(subnet netip.Prefix) (least int) {
 
 // Location implements backend.Locator. It returns the report of the backend with locations. At most
 // one of the two has locations.
-func (n *network) Location() *backend.LocationReport {
+func (n *network) Location() *status.Location {
 	for _, part := range n.running {
 		if l, ok := part.(backend.Locator); ok {
 			return l.Location()

@@ -17,6 +17,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/rpfilter"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -256,8 +257,8 @@ func (n *network) Choice(key string) backend.Choice {
 }
 
 // Overflow implements backend.Overflower.
-func (n *network) Overflow() backend.OverflowReport {
-	r := backend.OverflowReport{Tunnel: n.side.Type}
+func (n *network) Overflow() status.Overflow {
+	r := status.Overflow{Tunnel: n.side.Type}
 	if n.compared {
 		r.Problem = problem(n.data, n.failed, n.side.Type)
 	}

@@ -3,7 +3,6 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -12,7 +11,6 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
-	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
@@ -31,44 +29,16 @@ const checkAtOnce = 32
 type verdict struct {
 	Subnet   netip.Prefix `json:"subnet"`
 	PublicIP netip.Addr   `json:"publicIP"`
-	outcome
+	status.Outcome
 }
 
-// outcome is what passes on a path.
-type outcome struct {
-	OK  bool    `json:"ok"`
-	RTT float64 `json:"rttMilliseconds,omitempty"`
-	// Broken is the part of the path that does not work: underlay, network, mtu or
-	// checksum, or the cause that was found on this host, such as refused or forwarding. It is empty
-	// if OK is true, or if the check cannot tell whether a part is broken.
-	Broken string `json:"broken,omitempty"`
-	// Largest is the size in bytes of the largest packet that passes, if Broken is mtu.
-	Largest int    `json:"largest,omitempty"`
-	Advice  string `json:"advice,omitempty"`
-}
-
-func (o outcome) result() string {
-	if o.OK {
-		return "ok"
-	}
-	return cmp.Or(o.Broken, "unknown")
-}
-
-func (o outcome) rtt() string {
-	if o.RTT == 0 {
-		return "-"
-	}
-	return fmt.Sprintf("%.2f ms", o.RTT)
-}
-
-func newCheckCommand() *cobra.Command {
+func newCheckCommand(h host) *cobra.Command {
 	var (
-		network *string
-		out     output
-		socket  string
-		only    []string
-		failed  bool
-		pod     podFlags
+		daemon daemonFlags
+		out    output
+		only   []string
+		failed bool
+		pod    podFlags
 	)
 
 	cmd := &cobra.Command{
@@ -99,7 +69,7 @@ bridge of every peer. The column HALF says how far packets pass.`,
 			if err != nil {
 				return err
 			}
-			r, err := fetchOne(cmd.Context(), status.Client(socket), *network)
+			r, err := daemon.one(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -111,9 +81,8 @@ bridge of every peer. The column HALF says how far packets pass.`,
 	}
 
 	out.addTo(cmd)
-	network = addNetworkTo(cmd)
+	daemon.addTo(cmd, h)
 	pod.addTo(cmd)
-	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
 	cmd.Flags().BoolVar(&failed, "failed", false, "print only peers whose result is not ok")
 	cmd.Flags().StringSliceVar(&only, "peer", nil, "check only these peers, by public address or subnet")
 	return cmd
@@ -158,7 +127,7 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, failed bool
 	err := out.print(cmd.OutOrStdout(), shown, func(w io.Writer) {
 		fmt.Fprintln(w, "SUBNET\tPUBLIC IP\tRESULT\tRTT\tADVICE")
 		for _, v := range shown {
-			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", v.Subnet, v.PublicIP, v.result(), v.rtt(), v.Advice)
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", v.Subnet, v.PublicIP, v.Result(), dash(v.RoundTrip()), v.Advice)
 		}
 	})
 
@@ -225,7 +194,7 @@ func (v verdict) directed(found *status.Paths) verdict {
 	}
 	for _, p := range found.Worst {
 		if p.OneWay && p.Subnet == v.Subnet {
-			v.Advice = status.Path{Subnet: p.Subnet, OneWay: true, Advice: v.Advice}.Text()
+			v.Advice = status.Path{Subnet: p.Subnet, OneWay: true, Outcome: v.Outcome}.Text()
 		}
 	}
 	return v
@@ -239,7 +208,7 @@ func (v verdict) because(findings []doctor.Finding) verdict {
 	}
 	for _, f := range findings {
 		if f.Concerns(v.Subnet) {
-			v.outcome = outcome{Broken: f.Word, Advice: f.Problem + "; fix: " + f.Fix}
+			v.Outcome = status.Outcome{Broken: f.Word, Advice: f.Problem + "; fix: " + f.Fix}
 			return v
 		}
 		if f.Word == "" && slices.Contains(f.Subnets, v.Subnet) {
@@ -269,13 +238,15 @@ func pathsOf(r status.Report) paths.Network {
 // verdictOf converts a verdict of package paths to the form that the command prints.
 func verdictOf(v paths.Verdict) verdict { return verdict{v.Subnet, v.PublicIP, outcomeOf(v)} }
 
-func outcomeOf(v paths.Verdict) outcome {
-	o := outcome{OK: v.OK, Largest: v.Largest, Advice: v.Advice}
-	if v.Broken != paths.Unknown {
-		o.Broken = string(v.Broken)
+// outcomeOf returns an outcome in which Broken may also be a cause that was found on this host, such as refused or
+// forwarding. It is empty if the check cannot tell whether a part is broken.
+func outcomeOf(v paths.Verdict) status.Outcome {
+	o := status.OutcomeOf(v)
+	if v.Broken == paths.Unknown {
+		o.Broken = ""
 	}
-	if v.OK {
-		o.RTT = float64(v.RTT) / float64(time.Millisecond)
+	if !v.OK {
+		o.RTT = 0
 	}
 	return o
 }

@@ -25,7 +25,8 @@ flannelctl revoke deletes it.`,
 			if c.Socket == "" {
 				c.Socket = status.SocketPath(c.SubnetFile)
 			}
-			if _, err := fetch(cmd.Context(), status.Client(c.Socket), socketURL, ""); err == nil {
+			running := daemonFlags{socket: c.Socket}
+			if _, err := running.report(cmd.Context()); err == nil {
 				return fmt.Errorf("%w (it answers at %s)", daemon.ErrRuns, c.Socket)
 			}
 			var err error

@@ -4,10 +4,11 @@ package main
 
 import (
 	"fmt"
-	"regexp"
 	"time"
 
 	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -24,31 +25,16 @@ func (f *clusterFlags) addTo(cmd *cobra.Command, timeout time.Duration, usage st
 	cmd.Flags().DurationVar(&f.timeout, "timeout", timeout, usage)
 }
 
-// check returns an error for an invalid value.
+// check returns an error for an invalid value. An empty selector would select all pods.
 func (f *clusterFlags) check() error {
+	selector, err := labels.Parse(f.selector)
 	switch {
 	case f.timeout <= 0:
 		return fmt.Errorf("--timeout %s is invalid: expected a time above zero", f.timeout)
-	case !isNamespace(f.namespace):
+	case len(validation.IsDNS1123Label(f.namespace)) > 0:
 		return fmt.Errorf("--namespace %q is invalid: expected a name such as kube-flannel", subnet.Shorten(f.namespace))
-	case !isSelector(f.selector):
+	case err != nil || selector.Empty():
 		return fmt.Errorf("--selector %q is invalid: expected labels such as app=flannel", subnet.Shorten(f.selector))
 	}
 	return nil
-}
-
-// isNamespace reports whether text may be the name of a namespace of Kubernetes.
-func isNamespace(text string) bool {
-	return regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`).MatchString(text)
-}
-
-// isSelector reports whether text may select pods by labels. It refuses an empty text, which would
-// select all pods.
-func isSelector(text string) bool {
-	const (
-		key   = `[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?`
-		value = `[-A-Za-z0-9_.]*`
-		one   = `\s*(!\s*` + key + `|` + key + `(\s*(=|==|!=)\s*` + value + `|\s+(in|notin)\s*\(\s*` + value + `(\s*,\s*` + value + `)*\s*\))?)\s*`
-	)
-	return regexp.MustCompile(`^` + one + `(,` + one + `)*$`).MatchString(text)
 }

@@ -98,8 +98,7 @@ until they are restarted. On Kubernetes, change the configuration with kubectl.`
 		Example: "  flannelctl config set net-conf.json\n  echo '{\"Network\":\"10.5.0.0/16\",\"Backend\":{\"Type\":\"vxlan\"}}' | flannelctl config set - --yes",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if store.onKubernetes() {
-				return errors.New("on Kubernetes the configuration is a ConfigMap: " +
-					"kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg changes it")
+				return nodes{}.SetConfig(cmd.Context(), nil, 0)
 			}
 
 			text, err := readFile(cmd, args[0])
@@ -110,8 +109,21 @@ until they are restarted. On Kubernetes, change the configuration with kubectl.`
 			if err != nil {
 				return err
 			}
-			return withAdmin(*store, func(a *etcd.Admin) error {
-				return setConfig(cmd, a, change{text: text, cfg: cfg, yes: yes, piped: args[0] == "-"})
+			return store.withAdmin(func(a *etcd.Admin) error {
+				ask := func(stranded int) error {
+					switch {
+					case yes:
+						return nil
+					case args[0] == "-": // standard input cannot contain an answer
+						return fmt.Errorf("%d leases would no longer fit: add --yes to write it anyway", stranded)
+					}
+					fmt.Fprintf(cmd.OutOrStdout(), "%d leases no longer fit. Write it anyway? [y/N] ", stranded)
+					if !confirmed(cmd.Context(), cmd.InOrStdin()) {
+						return errors.New("nothing was written")
+					}
+					return nil
+				}
+				return setConfig(cmd, a, text, cfg, ask)
 			})
 		},
 	}
@@ -120,35 +132,14 @@ until they are restarted. On Kubernetes, change the configuration with kubectl.`
 }
 
 // currentConfig returns the network configuration in the store, and whether the store is
-// Kubernetes. The error wraps subnet.ErrNoConfig if etcd has no configuration.
-func currentConfig(ctx context.Context, store *storeFlags) (text []byte, kubernetes bool, err error) {
-	o, err := store.options()
-	if err != nil {
-		return nil, false, err
-	}
-	if o.KubeSubnetMgr {
-		text, err = store.netConfig(ctx, o)
-		return text, true, err
-	}
-
-	err = withAdmin(*store, func(a *etcd.Admin) error {
-		var revision int64
-		text, revision, err = a.Config(ctx)
-		if err == nil && revision == 0 {
-			err = subnet.ErrNoConfig
-		}
+// Kubernetes.
+func currentConfig(ctx context.Context, flags *storeFlags) (text []byte, kubernetes bool, err error) {
+	err = flags.read(func(o storeOptions, from store) error {
+		kubernetes = o.KubeSubnetMgr
+		text, _, err = config(ctx, from)
 		return err
 	})
-	return text, false, err
-}
-
-// withAdmin opens etcd, calls f and closes it. It returns an error on Kubernetes.
-func withAdmin(store storeFlags, f func(*etcd.Admin) error) error {
-	a, err := store.admin()
-	if err != nil {
-		return err
-	}
-	return errors.Join(f(a), a.Close())
+	return text, kubernetes, err
 }
 
 // readFile reads a file, or standard input for "-".
@@ -191,54 +182,51 @@ func externalInterface(ctx context.Context, cfg subnet.Config) (all underlay.Int
 	return all
 }
 
-// change is a new configuration to write. If yes is set, the user is not asked. piped is
-// set if the configuration comes from standard input, which therefore cannot contain an
-// answer.
-type change struct {
-	text       []byte
-	cfg        subnet.Config
-	yes, piped bool
-}
-
-func setConfig(cmd *cobra.Command, a *etcd.Admin, c change) error {
+// setConfig writes a network configuration. If leases do not fit it, it calls ask with their number first.
+func setConfig(cmd *cobra.Command, a *etcd.Admin, text []byte, cfg subnet.Config, ask func(stranded int) error) error {
 	out := cmd.OutOrStdout()
 	old, revision, err := a.Config(cmd.Context())
 	if err != nil {
 		return err
 	}
-	lines := difference(old, c.text)
+	lines := difference(old, text)
 	if revision != 0 && len(lines) == 0 {
 		_, err := fmt.Fprintln(out, "nothing changes")
+		return err
+	}
+	entries, err := a.Entries(cmd.Context(), false)
+	if err != nil {
 		return err
 	}
 
 	for _, l := range lines {
 		fmt.Fprintln(out, l)
 	}
-	if err := spareHosts(cmd.Context(), a, c.cfg, old); err != nil {
-		return err
-	}
-	stranded, err := strandedBy(cmd.Context(), a, c.cfg)
-	if err != nil {
+	if err := spareHosts(entries, cfg, old); err != nil {
 		return err
 	}
 
-	for _, s := range stranded {
-		fmt.Fprintln(out, s)
-	}
-	if len(stranded) > 0 && !c.yes {
-		if c.piped {
-			return fmt.Errorf("%d leases would no longer fit: add --yes to write it anyway", len(stranded))
-		}
-		fmt.Fprintf(out, "%d leases no longer fit. Write it anyway? [y/N] ", len(stranded))
-		if !confirmed(cmd.Context(), cmd.InOrStdin()) {
-			return errors.New("nothing was written")
+	stranded := 0
+	for _, e := range entries {
+		if why := misfit(e.Lease, cfg); e.Err == nil && why != "" {
+			fmt.Fprintf(out, "lease %s: %s\n", e.Lease.Key, why)
+			stranded++
 		}
 	}
-	if err := a.SetConfig(cmd.Context(), c.text, revision); err != nil {
+	if stranded > 0 {
+		if err := ask(stranded); err != nil {
+			return err
+		}
+	}
+	return writeConfig(cmd, a, text, revision)
+}
+
+// writeConfig writes a network configuration that replaces the one at revision.
+func writeConfig(cmd *cobra.Command, to store, text []byte, revision int64) error {
+	if err := to.SetConfig(cmd.Context(), text, revision); err != nil {
 		return err
 	}
-	_, err = fmt.Fprintln(out, "written; running daemons follow it, except for those with --follow-config=false")
+	_, err := fmt.Fprintln(cmd.OutOrStdout(), "written; running daemons follow it, except for those with --follow-config=false")
 	return err
 }
 
@@ -272,11 +260,7 @@ func input(ctx context.Context, read func() ([]byte, error)) ([]byte, error) {
 
 // spareHosts returns an error if a host could be given a subnet of cfg that contains the address of another
 // host, and if that is not so with the configuration old.
-func spareHosts(ctx context.Context, a *etcd.Admin, cfg subnet.Config, old []byte) error {
-	entries, err := a.Entries(ctx, false)
-	if err != nil {
-		return err
-	}
+func spareHosts(entries []etcd.Entry, cfg subnet.Config, old []byte) error {
 	used, _ := subnet.ParseConfig(old) // an invalid one is not in use
 	for _, e := range entries {
 		for _, own := range e.Lease.Endpoints {
@@ -286,21 +270,6 @@ func spareHosts(ctx context.Context, a *etcd.Admin, cfg subnet.Config, old []byt
 		}
 	}
 	return nil
-}
-
-// strandedBy returns a line for each readable lease that does not fit cfg.
-func strandedBy(ctx context.Context, a *etcd.Admin, cfg subnet.Config) ([]string, error) {
-	entries, err := a.Entries(ctx, false)
-	if err != nil {
-		return nil, err
-	}
-	var lines []string
-	for _, e := range entries {
-		if why := misfit(e.Lease, cfg); e.Err == nil && why != "" {
-			lines = append(lines, fmt.Sprintf("lease %s: %s", e.Lease.Key, why))
-		}
-	}
-	return lines, nil
 }
 
 // misfit returns the reason why a lease does not fit cfg, or "" if it does.

@@ -152,8 +152,8 @@ func (f *connectivityFlags) test(ctx context.Context) (c connectivity, err error
 	for i, h := range c.matrix.Hosts {
 		if results, err := resultsOf(ctx, t, probes, h.Key); err != nil {
 			c.matrix.Fail(i, err)
-		} else if err := c.add(i, results, services); err != nil {
-			return c, err
+		} else {
+			c.add(i, results, services)
 		}
 	}
 	return c, nil
@@ -199,7 +199,7 @@ func resultsOf(ctx context.Context, t *kube.TestPods, probes map[string]kube.Tes
 }
 
 // add records the results of host i.
-func (c *connectivity) add(i int, results []reach, services []string) error {
+func (c *connectivity) add(i int, results []reach, services []string) {
 	owners := map[string]string{}
 	for _, h := range c.matrix.Hosts {
 		for _, ip := range h.PublicIPs {
@@ -208,7 +208,7 @@ func (c *connectivity) add(i int, results []reach, services []string) error {
 	}
 
 	node := c.matrix.Hosts[i].Key
-	list := []status.Path{}
+	var list []status.Path
 	for _, r := range results {
 		owner := owners[r.To]
 		switch {
@@ -217,16 +217,11 @@ func (c *connectivity) add(i int, results []reach, services []string) error {
 		case owner == "" || owner == node:
 			c.near = append(c.near, nodeReach{node, r})
 		default:
-			list = append(list, status.Path{Peer: owner, OK: r.OK, RTT: r.RTT, Broken: r.Broken, Largest: r.Largest, Advice: r.Advice})
+			list = append(list, status.Path{Peer: owner, Outcome: r.Outcome})
 		}
 	}
 
-	// The matrix reads the status of a daemon.
-	answer, err := json.Marshal(map[string]any{"lease": status.Lease{Key: node}, "paths": map[string]any{"worst": list}})
-	if err == nil {
-		c.matrix.Answer(i, answer)
-	}
-	return err
+	c.matrix.Set(i, list)
 }
 
 // print shows the result, and returns an error that names the half of the way that is broken, if one is.

@@ -19,9 +19,8 @@ import (
 
 func newDoctorCommand(h host) *cobra.Command {
 	var (
-		network   *string
+		daemon    daemonFlags
 		out       output
-		socket    string
 		preflight bool
 	)
 
@@ -40,7 +39,7 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 		Example: "  flannelctl doctor\n  flannelctl doctor -o json\n  flannelctl doctor --preflight\n" +
 			"  flannelctl doctor --preflight -- --etcd-endpoints=http://192.0.2.21:2379 --iface=eth1",
 		RunE: func(cmd *cobra.Command, args []string) error {
-			reports, away := fetchAll(cmd.Context(), status.Client(socket), *network)
+			reports, away := daemon.all(cmd.Context())
 			var findings []doctor.Finding
 			switch {
 			case preflight && away == nil:
@@ -80,8 +79,7 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 	}
 
 	out.addTo(cmd)
-	network = addNetworkTo(cmd)
-	cmd.Flags().StringVar(&socket, "socket", h.socket, "local socket of the daemon")
+	daemon.addTo(cmd, h)
 	cmd.Flags().BoolVar(&preflight, "preflight", false, "examine this host before flanneld is installed or started")
 	return cmd
 }

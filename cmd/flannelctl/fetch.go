@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/report/status"
@@ -42,19 +43,67 @@ func (e unknownError) Unwrap() error { return e.cause }
 // errNotReady makes the exit code 1. The command has already printed the reason.
 var errNotReady = errors.New("flanneld is not ready")
 
-// addNetworkTo adds the flag that chooses one of several networks, and returns its
-// value.
-func addNetworkTo(cmd *cobra.Command) *string {
-	return cmd.PersistentFlags().String(networkFlag, "", "one of several networks, by name")
+// addNetworkTo adds the flag that chooses one of several networks.
+func addNetworkTo(flags *pflag.FlagSet, network *string) {
+	flags.StringVar(network, networkFlag, "", "one of several networks, by name")
+}
+
+// daemonFlags choose the daemon of this host, and one of its networks.
+type daemonFlags struct{ socket, network string }
+
+func (d *daemonFlags) addTo(cmd *cobra.Command, h host) {
+	d.addSocketTo(cmd, h)
+	addNetworkTo(cmd.Flags(), &d.network)
+}
+
+func (d *daemonFlags) addSocketTo(cmd *cobra.Command, h host) {
+	cmd.Flags().StringVar(&d.socket, "socket", h.socket, "local socket of the daemon")
+}
+
+// socketURL is the base of the URLs of the daemon of this host, which is asked through its socket.
+const socketURL = "http://flanneld"
+
+// report asks the daemon for its report about the network.
+func (d daemonFlags) report(ctx context.Context) (status.Report, error) {
+	return fetch(ctx, status.Client(d.socket), socketURL, d.network)
+}
+
+// all asks the daemon for the reports about all its networks, or about the one that is chosen.
+func (d daemonFlags) all(ctx context.Context) ([]status.Report, error) {
+	r, err := d.report(ctx)
+	if err != nil || len(r.Networks) == 0 {
+		return []status.Report{r}, err
+	}
+	var all []status.Report
+	for _, n := range r.Networks {
+		d.network = n.Name
+		one, err := d.report(ctx)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, one)
+	}
+	return all, nil
+}
+
+// one asks the daemon for the report about one network. If none is chosen and the daemon serves several, the error
+// names them.
+func (d daemonFlags) one(ctx context.Context) (status.Report, error) {
+	r, err := d.report(ctx)
+	if err != nil || len(r.Networks) == 0 {
+		return r, err
+	}
+	var names []string
+	for _, n := range r.Networks {
+		names = append(names, n.Name)
+	}
+	return r, fmt.Errorf("this daemon serves several networks: choose one of %s with --%s", strings.Join(names, ", "), networkFlag)
 }
 
 // fetch asks the daemon at the URL base for its report about one network. If network is empty, a
 // daemon with one network reports about that one, and a daemon with several lists them in Networks.
 func fetch(ctx context.Context, client *http.Client, base, network string) (r status.Report, err error) {
-	fail := func(err error) (status.Report, error) {
-		return r, unknownError{cause(err)} // without the URL, which only stands for the socket
-	}
-
+	fail := func(err error) (status.Report, error) { return r, unknownError{err} }
 	address, err := url.JoinPath(base, "statusz.json")
 	if err != nil {
 		return fail(err)
@@ -65,11 +114,7 @@ func fetch(ctx context.Context, client *http.Client, base, network string) (r st
 
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, address, nil)
-	if err != nil {
-		return fail(err)
-	}
-	resp, err := client.Do(req)
+	resp, err := request(ctx, client, address)
 	if err != nil {
 		return fail(err)
 	}
@@ -98,12 +143,17 @@ func fetch(ctx context.Context, client *http.Client, base, network string) (r st
 	return r, nil
 }
 
-// cause returns an error of the HTTP client without the method and the URL.
-func cause(err error) error {
-	if e := (*url.Error)(nil); errors.As(err, &e) {
-		return e.Err
+// request sends a GET request. Its errors do not have the URL, which only stands for a socket, or is long.
+func request(ctx context.Context, client *http.Client, address string) (*http.Response, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, address, http.NoBody)
+	if err != nil {
+		return nil, err
 	}
-	return err
+	resp, err := client.Do(req)
+	if e := (*url.Error)(nil); errors.As(err, &e) {
+		return nil, e.Err
+	}
+	return resp, err
 }
 
 // printable returns a JSON document with all strings on one line and without characters that control a
@@ -135,38 +185,4 @@ func printable(document []byte) ([]byte, error) {
 		return v
 	}
 	return json.Marshal(clean(v))
-}
-
-// socketURL is the base of the URLs of the daemon of this host, which is asked through its socket.
-const socketURL = "http://flanneld"
-
-// fetchAll asks the daemon of this host for the reports about all its networks, or about one of them.
-func fetchAll(ctx context.Context, client *http.Client, network string) ([]status.Report, error) {
-	r, err := fetch(ctx, client, socketURL, network)
-	if err != nil || len(r.Networks) == 0 {
-		return []status.Report{r}, err
-	}
-	var all []status.Report
-	for _, n := range r.Networks {
-		one, err := fetch(ctx, client, socketURL, n.Name)
-		if err != nil {
-			return nil, err
-		}
-		all = append(all, one)
-	}
-	return all, nil
-}
-
-// fetchOne asks the daemon of this host for the report about one network. If network is empty and the
-// daemon serves several, the error names them.
-func fetchOne(ctx context.Context, client *http.Client, network string) (status.Report, error) {
-	r, err := fetch(ctx, client, socketURL, network)
-	if err != nil || len(r.Networks) == 0 {
-		return r, err
-	}
-	var names []string
-	for _, n := range r.Networks {
-		names = append(names, n.Name)
-	}
-	return r, fmt.Errorf("this daemon serves several networks: choose one of %s with --%s", strings.Join(names, ", "), networkFlag)
 }

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
 const escape = "vxlan\x1b[2J\nPEER\tforged\u202e"
@@ -19,10 +20,10 @@ const escape = "vxlan\x1b[2J\nPEER\tforged\u202e"
 // or escape sequences.
 func TestForeignTextIsPrintable(t *testing.T) {
 	const want = "vxlan [2J PEER forged"
-	if got := printed(subnet.Lease{Key: escape}, nil).Key; got != want {
+	if got := newLease(etcd.Entry{Lease: subnet.Lease{Key: escape}}).Key; got != want {
 		t.Errorf("key of a lease: %q, want %q", got, want)
 	}
-	if got := printed(subnet.Lease{}, errors.New(escape)).Error; got != want {
+	if got := newLease(etcd.Entry{Err: errors.New(escape)}).Error; got != want {
 		t.Errorf("error of an entry: %q, want %q", got, want)
 	}
 
@@ -39,7 +40,7 @@ func TestFetchFollowsNoRedirect(t *testing.T) {
 	defer other.Close()
 	redirect := httptest.NewServer(http.RedirectHandler(other.URL, http.StatusFound))
 	defer redirect.Close()
-	cmd := newStatusCommand()
+	cmd := newStatusCommand(thisHost())
 	cmd.SetArgs([]string{"--url", redirect.URL})
 	cmd.SilenceErrors, cmd.SilenceUsage = true, true
 	if err := cmd.ExecuteContext(t.Context()); err == nil || !strings.Contains(err.Error(), "302 Found") || asked {

@@ -18,15 +18,13 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/subnetfile"
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 func newInterfaceCommand(h host) *cobra.Command {
 	var (
-		network  *string
+		daemon   daemonFlags
 		out      output
-		socket   string
-		local    = localChoice{host: h}
+		local    localChoice
 		noDaemon bool
 	)
 
@@ -43,12 +41,16 @@ you can check that before you replace flannel.`,
 				return errors.New("the flags of flanneld need --no-daemon: a running daemon has its own")
 			}
 
-			var candidates []status.Candidate
+			var candidates []underlay.Candidate
 			var failed error
 			if noDaemon {
-				candidates, failed = local.candidates(cmd.Context(), args)
+				o, err := h.startOptions(args)
+				if err != nil {
+					return err
+				}
+				candidates, failed = local.choose(cmd.Context(), o.Options)
 			} else {
-				r, err := fetchOne(cmd.Context(), status.Client(socket), *network)
+				r, err := daemon.one(cmd.Context())
 				if err != nil {
 					return fmt.Errorf("%w (without a running daemon use --no-daemon)", err)
 				}
@@ -61,16 +63,15 @@ you can check that before you replace flannel.`,
 	}
 
 	out.addTo(cmd)
-	network = addNetworkTo(cmd)
+	daemon.addTo(cmd, h)
 	f := cmd.Flags()
-	f.StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
 	f.BoolVar(&noDaemon, "no-daemon", false, "choose as a flanneld would that starts now")
 	f.StringSliceVar(&local.published, "published", nil, "addresses that flannel has published for this host: PublicIP in its lease, or the annotation public-ip of its Node")
 	f.BoolVar(&local.ipv6, "ipv6", false, "the network has IPv6; the default is what the subnet file says")
 	return cmd
 }
 
-func printCandidates(w io.Writer, candidates []status.Candidate) {
+func printCandidates(w io.Writer, candidates []underlay.Candidate) {
 	fmt.Fprintln(w, "\tINTERFACE\tADDRESSES\tFOR\tAGAINST")
 	for _, c := range candidates {
 		star := " "
@@ -87,23 +88,12 @@ func printCandidates(w io.Writer, candidates []status.Candidate) {
 
 // localChoice is the choice without a daemon.
 type localChoice struct {
-	host      host
 	published []string
 	ipv6      bool
 }
 
-// candidates returns the interfaces of this host, and an error if none can be chosen. args are the flags
-// of flanneld.
-func (l localChoice) candidates(ctx context.Context, args []string) ([]status.Candidate, error) {
-	found, err := l.host.startOptions(args)
-	if err != nil {
-		return nil, err
-	}
-	return l.choose(ctx, found.Options)
-}
-
 // choose returns the interfaces of this host, and an error if a daemon with these options could choose none.
-func (l localChoice) choose(ctx context.Context, opts options.Options) ([]status.Candidate, error) {
+func (l localChoice) choose(ctx context.Context, opts options.Options) ([]underlay.Candidate, error) {
 	o := underlay.Options{
 		Ifaces: opts.Iface, IfaceRegexes: opts.IfaceRegex, CanReach: opts.IfaceCanReach,
 		PublicIP: opts.PublicIP, PublicIPv6: opts.PublicIPv6,
@@ -145,10 +135,5 @@ func (l localChoice) choose(ctx context.Context, opts options.Options) ([]status
 		o.Published = append(o.Published, a)
 	}
 
-	all, err := underlay.Inspect(ctx, o)
-	var candidates []status.Candidate
-	for _, c := range all {
-		candidates = append(candidates, status.Candidate(c))
-	}
-	return candidates, err
+	return underlay.Inspect(ctx, o)
 }

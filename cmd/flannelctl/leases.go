@@ -21,7 +21,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
-	"github.com/flanneld/flanneld/subnet/kube"
 )
 
 // lease is the output form of a lease.
@@ -36,45 +35,24 @@ type lease struct {
 }
 
 func newLease(e etcd.Entry) lease {
-	l := printed(e.Lease, e.Err)
-	l.Reservation, l.TTLSeconds = e.Lease.Permanent, int(e.TTL.Seconds())
-	return l
-}
-
-// printed returns the output form of a lease, without the fields that only etcd has.
-func printed(from subnet.Lease, err error) lease {
 	// Other hosts have written the key, and it need not be that of a subnet.
-	l := lease{Key: oneline.Collapse(from.Key), Type: from.BackendType, Subnets: []netip.Prefix{}, PublicIPs: []netip.Addr{}}
-	for _, ep := range from.Endpoints {
-		l.Subnets, l.PublicIPs = append(l.Subnets, ep.Subnet), append(l.PublicIPs, ep.PublicIP)
+	l := lease{
+		Key: oneline.Collapse(e.Lease.Key), Type: e.Lease.BackendType, Subnets: []netip.Prefix{}, PublicIPs: []netip.Addr{},
+		Reservation: e.Lease.Permanent, TTLSeconds: int(e.TTL.Seconds()),
 	}
-	if err != nil {
-		l.Error = oneline.Collapse(err.Error())
+	for _, ep := range e.Lease.Endpoints {
+		l.Subnets = append(l.Subnets, ep.Subnet)
+		l.PublicIPs = append(l.PublicIPs, ep.PublicIP)
+	}
+	if e.Err != nil {
+		l.Error = oneline.Collapse(e.Err.Error())
 	}
 	return l
-}
-
-// listNodes prints the leases of Nodes.
-func listNodes(cmd *cobra.Command, o storeOptions, out output) error {
-	entries, err := kube.Entries(cmd.Context(), o.kubeConfig())
-	if err != nil {
-		return err
-	}
-	leases := []lease{}
-	for _, e := range entries {
-		leases = append(leases, printed(e.Lease, e.Err))
-	}
-	return out.print(cmd.OutOrStdout(), leases, func(w io.Writer) {
-		fmt.Fprintln(w, "NODE\tSUBNET\tPUBLIC IP\tTYPE\tERROR")
-		for _, l := range leases {
-			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", l.Key, dash(list(l.Subnets)), dash(list(l.PublicIPs)), dash(l.Type), l.Error)
-		}
-	})
 }
 
 func newLeasesCommand(h host) *cobra.Command {
 	var (
-		store = storeFlags{host: h}
+		flags = storeFlags{host: h}
 		out   output
 		watch bool
 	)
@@ -86,24 +64,16 @@ annotations.`,
 		Example: "  flannelctl leases\n  flannelctl leases -w\n  flannelctl leases -o json | jq -r '.[].publicIPs[]'\n" +
 			"  flannelctl leases --kubeconfig-file ~/.kube/config",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if o, err := store.options(); err == nil && o.KubeSubnetMgr {
+			return flags.read(func(o storeOptions, from store) error {
 				if watch {
-					return watchLeases(cmd.Context(), cmd.OutOrStdout(), func(ctx context.Context, sink func(subnet.Update)) error {
-						return kube.Watch(ctx, o.kubeConfig(), sink)
-					})
+					return watchLeases(cmd.Context(), cmd.OutOrStdout(), from.Watch)
 				}
-				return listNodes(cmd, o, out)
-			}
-			return withAdmin(store, func(a *etcd.Admin) error {
-				if watch {
-					return watchLeases(cmd.Context(), cmd.OutOrStdout(), a.Watch)
-				}
-				return listLeases(cmd, a, out, func(etcd.Entry) bool { return true })
+				return listLeases(cmd, from, out, o.KubeSubnetMgr, func(etcd.Entry) bool { return true })
 			})
 		},
 	}
 
-	store.addKubeTo(cmd)
+	flags.addKubeTo(cmd)
 	out.addTo(cmd)
 	cmd.Flags().BoolVarP(&watch, "watch", "w", false, "print every change, a line each, until Ctrl-C")
 	cmd.MarkFlagsMutuallyExclusive("watch", "output")
@@ -112,7 +82,7 @@ annotations.`,
 
 func newReservationsCommand(h host) *cobra.Command {
 	var (
-		store = storeFlags{host: h}
+		flags = storeFlags{host: h}
 		out   output
 	)
 
@@ -120,32 +90,45 @@ func newReservationsCommand(h host) *cobra.Command {
 		Use: "reservations", Short: "List the reserved subnets", Args: cobra.NoArgs,
 		Example: "  flannelctl reservations\n  flannelctl reservations -o json | jq -r '.[].subnets[]'",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return withAdmin(store, func(a *etcd.Admin) error {
-				return listLeases(cmd, a, out, func(e etcd.Entry) bool { return e.Lease.Permanent })
+			return flags.withAdmin(func(a *etcd.Admin) error {
+				return listLeases(cmd, a, out, false, func(e etcd.Entry) bool { return e.Lease.Permanent })
 			})
 		},
 	}
 
-	store.addTo(cmd)
+	flags.addTo(cmd)
 	out.addTo(cmd)
 	return cmd
 }
 
-func listLeases(cmd *cobra.Command, a *etcd.Admin, out output, which func(etcd.Entry) bool) error {
-	entries, err := a.Entries(cmd.Context(), true)
+// listLeases prints leases. Those of Nodes do not expire, and are not reservations.
+func listLeases(cmd *cobra.Command, from store, out output, ofNodes bool, which func(etcd.Entry) bool) error {
+	entries, err := from.Entries(cmd.Context(), true)
 	if err != nil {
 		return err
 	}
 	leases := []lease{}
 	for _, e := range entries {
 		if which(e) {
+			e.Lease.Permanent = e.Lease.Permanent && !ofNodes
 			leases = append(leases, newLease(e))
 		}
 	}
+
 	return out.print(cmd.OutOrStdout(), leases, func(w io.Writer) {
-		fmt.Fprintln(w, "SUBNET\tPUBLIC IP\tTYPE\tEXPIRES\tERROR")
+		if ofNodes {
+			fmt.Fprintln(w, "NODE\tSUBNET\tPUBLIC IP\tTYPE\tERROR")
+		} else {
+			fmt.Fprintln(w, "SUBNET\tPUBLIC IP\tTYPE\tEXPIRES\tERROR")
+		}
 		for _, l := range leases {
-			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", cmp.Or(list(l.Subnets), l.Key), dash(list(l.PublicIPs)), dash(l.Type), expires(l), l.Error)
+			subnets := list(l.Subnets)
+			addresses := dash(list(l.PublicIPs))
+			if ofNodes {
+				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", l.Key, dash(subnets), addresses, dash(l.Type), l.Error)
+			} else {
+				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", cmp.Or(subnets, l.Key), addresses, dash(l.Type), expires(l), l.Error)
+			}
 		}
 	})
 }
@@ -167,7 +150,7 @@ type watched struct {
 func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, func(subnet.Update)) error) error {
 	known := map[string]watched{}
 	line := func(sign string, l watched) {
-		p := printed(*l.Lease, nil)
+		p := newLease(etcd.Entry{Lease: *l.Lease})
 		what := dash(list(p.PublicIPs)) + " " + dash(p.Type)
 		if sign == "!" {
 			what = "cannot be read"
@@ -236,7 +219,7 @@ no host has.`,
 			if err != nil {
 				return err
 			}
-			return withAdmin(store, func(a *etcd.Admin) error {
+			return store.withAdmin(func(a *etcd.Admin) error {
 				if err := attainable(cmd.Context(), a, c); err != nil {
 					return fmt.Errorf("reserve %s: %w", args[0], err)
 				}
@@ -337,7 +320,7 @@ func newDeleteCommand(h host, reservation bool, cmd *cobra.Command, done string)
 	store := storeFlags{host: h}
 	cmd.Args = cobra.ExactArgs(1)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		return withAdmin(store, func(a *etcd.Admin) error {
+		return store.withAdmin(func(a *etcd.Admin) error {
 			key, err := find(cmd.Context(), a, args[0])
 			if err == nil {
 				err = a.Revoke(cmd.Context(), key, reservation)

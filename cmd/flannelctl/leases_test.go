@@ -55,7 +55,7 @@ func TestEmptyLists(t *testing.T) {
 		t.Errorf("an unreadable lease: %s, %v; want %s", text, err, want)
 	}
 	var out bytes.Buffer
-	cmd := newCheckCommand()
+	cmd := newCheckCommand(thisHost())
 	cmd.SetOut(&out)
 	cmd.SetContext(t.Context())
 	if err := check(cmd, status.Report{}, nil, false, output{format: "json"}); err == nil || out.String() != "[]\n" {
@@ -66,7 +66,7 @@ func TestEmptyLists(t *testing.T) {
 // TestCheckExplainsUnknown checks that the help of flannelctl check gives the exit code for a path that cannot
 // be judged.
 func TestCheckExplainsUnknown(t *testing.T) {
-	if help := newCheckCommand().Long; !strings.Contains(help, "result is unknown: the exit code stays 0") {
+	if help := newCheckCommand(thisHost()).Long; !strings.Contains(help, "result is unknown: the exit code stays 0") {
 		t.Errorf("the help does not explain the result unknown:\n%s", help)
 	}
 }

@@ -19,7 +19,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/report/mesh"
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 
@@ -52,16 +51,32 @@ type cluster struct {
 }
 
 // find reads the hosts from the store. The caller closes the cluster, unless find returns an error.
-func (f *meshFlags) find(ctx context.Context) (cluster, error) {
-	o, err := f.store.options()
-	if err != nil {
-		return cluster{}, err
-	}
-	if o.KubeSubnetMgr {
-		return f.onKubernetes(ctx, o)
-	}
-	hosts, err := f.onEtcd(ctx)
-	return cluster{hosts: hosts, ask: f.overHTTP(), close: func() {}}, err
+func (f *meshFlags) find(ctx context.Context) (c cluster, err error) {
+	err = f.store.read(func(o storeOptions, from store) error {
+		c = cluster{ask: f.overHTTP(), close: func() {}}
+		if o.KubeSubnetMgr {
+			d, err := kube.FindDaemons(ctx, o.kubeConfig(), f.namespace, f.selector)
+			if err != nil {
+				return err
+			}
+			c.close = d.Close
+			c.ask = func(ctx context.Context, h mesh.Host) (io.ReadCloser, error) { // through the API server
+				return d.Get(ctx, h.Key, int(f.port), "statusz.json", f.query())
+			}
+		}
+
+		entries, err := from.Entries(ctx, false)
+		if err != nil {
+			c.close()
+		}
+		for _, e := range entries {
+			if h, ok := meshHost(e.Lease, o.KubeSubnetMgr); ok {
+				c.hosts = append(c.hosts, h)
+			}
+		}
+		return err
+	})
+	return c, err
 }
 
 // collect asks all hosts for their status. most is the time that a host may take to begin its answer, and
@@ -125,34 +140,19 @@ func (c cluster) collectOne(ctx context.Context, m *mesh.Matrix, i int, most tim
 	return nil
 }
 
-// meshHost returns the host of a lease, with its public addresses. ok is false if the lease has none,
-// because it reserves a subnet for no host or cannot be read.
-func meshHost(l subnet.Lease, name string) (h mesh.Host, ok bool) {
-	h = mesh.Host{Key: l.Key, Name: name}
-	for _, e := range l.Endpoints {
+// meshHost returns the host of a lease, with its public addresses. Its name is that of the Node, or else its first
+// subnet. ok is false if the lease has no public address, because it reserves a subnet for no host or cannot be read.
+func meshHost(l subnet.Lease, ofNode bool) (h mesh.Host, ok bool) {
+	h = mesh.Host{Key: l.Key, Name: l.Key}
+	for i, e := range l.Endpoints {
+		if i == 0 && !ofNode {
+			h.Name = e.Subnet.String()
+		}
 		if subnet.IsHost(e.PublicIP) {
 			h.PublicIPs = append(h.PublicIPs, e.PublicIP)
 		}
 	}
 	return h, len(h.PublicIPs) > 0
-}
-
-// onEtcd returns the hosts of the leases in etcd. A host has the name of its first subnet.
-func (f *meshFlags) onEtcd(ctx context.Context) (hosts []mesh.Host, err error) {
-	err = withAdmin(f.store, func(a *etcd.Admin) error {
-		entries, err := a.Entries(ctx, false)
-		for _, e := range entries {
-			name := e.Lease.Key
-			if len(e.Lease.Endpoints) > 0 {
-				name = e.Lease.Endpoints[0].Subnet.String()
-			}
-			if h, ok := meshHost(e.Lease, name); ok {
-				hosts = append(hosts, h)
-			}
-		}
-		return err
-	})
-	return hosts, err
 }
 
 // overHTTP returns a function that asks a host at its public addresses. It asks at the address of the
@@ -176,16 +176,12 @@ func (f *meshFlags) overHTTP() func(context.Context, mesh.Host) (io.ReadCloser, 
 }
 
 func get(ctx context.Context, client *http.Client, at netip.AddrPort, query url.Values) (io.ReadCloser, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+at.String()+"/statusz.json?"+query.Encode(), nil)
-	if err != nil {
-		return nil, err
-	}
-	resp, err := client.Do(req)
+	resp, err := request(ctx, client, "http://"+at.String()+"/statusz.json?"+query.Encode())
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED):
 		return nil, fmt.Errorf("%s refuses the connection: start flanneld with --statusz-address", at)
 	case err != nil:
-		return nil, cause(err) // without the URL, which has a long query
+		return nil, err
 	}
 	if resp.StatusCode != http.StatusOK {
 		_ = resp.Body.Close()
@@ -194,36 +190,11 @@ func get(ctx context.Context, client *http.Client, at netip.AddrPort, query url.
 	return resp.Body, nil
 }
 
-// onKubernetes returns the hosts of the Nodes that flannel manages. ask sends its requests through the API
-// server to flanneld's pods.
-func (f *meshFlags) onKubernetes(ctx context.Context, o storeOptions) (cluster, error) {
-	d, err := kube.FindDaemons(ctx, o.kubeConfig(), f.namespace, f.selector)
-	if err != nil {
-		return cluster{}, err
-	}
-	c := cluster{close: d.Close, ask: func(ctx context.Context, h mesh.Host) (io.ReadCloser, error) {
-		return d.Get(ctx, h.Key, int(f.port), "statusz.json", f.query())
-	}}
-
-	entries, err := kube.Entries(ctx, o.kubeConfig())
-	if err != nil {
-		d.Close()
-		return cluster{}, err
-	}
-
-	for _, e := range entries {
-		if h, ok := meshHost(e.Lease, e.Lease.Key); ok {
-			c.hosts = append(c.hosts, h)
-		}
-	}
-	return c, nil
-}
-
 // query returns the URL parameters that request all paths of the network.
 func (f *meshFlags) query() url.Values {
 	q := url.Values{status.ParamPaths: {status.AllPaths}}
-	if *f.store.network != "" {
-		q.Set(status.ParamNetwork, *f.store.network)
+	if f.store.network != "" {
+		q.Set(status.ParamNetwork, f.store.network)
 	}
 	return q
 }

@@ -56,7 +56,6 @@ func TestHostileHosts(t *testing.T) {
 			defer server.Close()
 			at := netip.MustParseAddrPort(server.Listener.Addr().String())
 			f := meshFlags{port: at.Port(), clusterFlags: clusterFlags{timeout: 2 * time.Second}}
-			f.store.network = new(string)
 			c := cluster{hosts: []mesh.Host{{Key: "a", Name: "a", PublicIPs: []netip.Addr{at.Addr()}}}, ask: f.overHTTP()}
 			m, err := c.collect(t.Context(), f.timeout)
 			if err != nil {
@@ -83,7 +82,7 @@ func TestSecondFamily(t *testing.T) {
 	defer server.Close()
 	at, network := netip.MustParseAddrPort(server.Listener.Addr().String()), "red"
 	f := meshFlags{port: at.Port(), clusterFlags: clusterFlags{timeout: 10 * time.Second}}
-	f.store.network = &network
+	f.store.network = network
 	h := mesh.Host{PublicIPs: []netip.Addr{netip.MustParseAddr("127.0.0.2"), at.Addr()}}
 	answer, err := f.overHTTP()(t.Context(), h)
 	if err != nil {

@@ -4,7 +4,6 @@ package main
 
 import (
 	"cmp"
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -21,8 +20,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/etcd"
-	"github.com/flanneld/flanneld/subnet/kube"
 )
 
 func newMigrateCommand(h host) *cobra.Command {
@@ -39,7 +36,7 @@ print the configuration for the ConfigMap.`,
 	}
 
 	store.addConfigTo(cmd)
-	cmd.AddCommand(newMigratePlanCommand(&store), newMigrateStartCommand(&store), newMigrateStatusCommand(&store),
+	cmd.AddCommand(newMigratePlanCommand(&store), newMigrateStartCommand(&store), newMigrateStatusCommand(h, &store),
 		newMigrateFinishCommand(&store), newMigrateAbortCommand(&store))
 	return cmd
 }
@@ -160,10 +157,10 @@ func newMigrateAbortCommand(store *storeFlags) *cobra.Command {
 	}
 }
 
-func newMigrateStatusCommand(store *storeFlags) *cobra.Command {
+func newMigrateStatusCommand(h host, store *storeFlags) *cobra.Command {
 	var (
+		daemon daemonFlags
 		out    output
-		socket string
 		waits  bool
 	)
 
@@ -194,7 +191,8 @@ command ends when all have followed.`,
 			if err != nil {
 				return err
 			}
-			if r, err := fetchOne(cmd.Context(), status.Client(socket), *store.network); err == nil {
+			daemon.network = store.network
+			if r, err := daemon.one(cmd.Context()); err == nil {
 				m.addHost(r)
 			}
 			return out.print(cmd.OutOrStdout(), m, m.print)
@@ -202,7 +200,7 @@ command ends when all have followed.`,
 	}
 
 	out.addTo(cmd)
-	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
+	daemon.addSocketTo(cmd, h)
 	cmd.Flags().BoolVar(&waits, "wait", false, "wait until the network does not migrate any more")
 	return cmd
 }
@@ -247,20 +245,28 @@ type hostMigration struct {
 // readMigration reads the configuration and all leases, and returns the state of the migration. It
 // returns errNoMigration, wrapped, if the network does not migrate and no lease has data for a former
 // backend.
-func readMigration(cmd *cobra.Command, store *storeFlags) (m migration, err error) {
-	text, kubernetes, err := currentConfig(cmd.Context(), store)
+func readMigration(cmd *cobra.Command, flags *storeFlags) (m migration, err error) {
+	var text []byte
+	var leases []subnet.Lease
+	err = flags.read(func(_ storeOptions, from store) error {
+		if text, _, err = config(cmd.Context(), from); err != nil {
+			return err
+		}
+		entries, err := from.Entries(cmd.Context(), false)
+		for _, e := range entries {
+			leases = append(leases, e.Lease)
+		}
+		return err
+	})
 	if err != nil {
 		return m, err
 	}
+
 	cfg, err := subnet.ParseConfig(text)
 	if err != nil {
 		return m, err
 	}
 	present, next, devices, err := sidesOf(cfg)
-	if err != nil {
-		return m, err
-	}
-	leases, err := allLeases(cmd, store, kubernetes)
 	if err != nil {
 		return m, err
 	}
@@ -304,30 +310,6 @@ func sidesOf(cfg subnet.Config) (present, next backend.Side, devices []string, e
 		return present, next, devices, nil
 	}
 	return backend.NewSide(be, cfg.BackendType), next, devices, nil
-}
-
-// allLeases returns the leases in the store. A lease that cannot be read contains only its key.
-func allLeases(cmd *cobra.Command, store *storeFlags, kubernetes bool) (leases []subnet.Lease, err error) {
-	if kubernetes {
-		o, err := store.options()
-		if err != nil {
-			return nil, err
-		}
-		entries, err := kube.Entries(cmd.Context(), o.kubeConfig())
-		for _, e := range entries {
-			leases = append(leases, e.Lease)
-		}
-		return leases, err
-	}
-
-	err = withAdmin(*store, func(a *etcd.Admin) error {
-		entries, err := a.Entries(cmd.Context(), false)
-		for _, e := range entries {
-			leases = append(leases, e.Lease)
-		}
-		return err
-	})
-	return leases, err
 }
 
 // newMigration returns the state of a migration from present to next, according to leases.
@@ -461,61 +443,34 @@ func (m migration) print(w io.Writer) {
 	}
 }
 
-// rewriteConfig replaces the configuration in etcd by the result of edit. On Kubernetes it only
-// prints the result, which the operator must write to the ConfigMap.
-func rewriteConfig(cmd *cobra.Command, store *storeFlags, edit func([]byte) ([]byte, error)) error {
-	if !store.onKubernetes() {
-		return withAdmin(*store, func(a *etcd.Admin) error { return replaceConfig(cmd, a, edit) })
-	}
+// rewriteConfig replaces the configuration by the result of edit, and prints the difference. It writes nothing if the
+// result is invalid, or if another program has changed the configuration since rewriteConfig read it. On Kubernetes it
+// only prints the result, which the operator must write to the ConfigMap.
+func rewriteConfig(cmd *cobra.Command, flags *storeFlags, edit func([]byte) ([]byte, error)) error {
+	return flags.read(func(o storeOptions, in store) error { return replaceConfig(cmd, in, o.KubeSubnetMgr, edit) })
+}
 
-	text, _, err := currentConfig(cmd.Context(), store)
+func replaceConfig(cmd *cobra.Command, in store, kubernetes bool, edit func([]byte) ([]byte, error)) error {
+	old, revision, err := config(cmd.Context(), in)
 	if err != nil {
 		return err
 	}
-	if text, err = edit(text); err != nil {
-		return err
-	}
-	if _, err := checkConfig(cmd, text, false); err != nil {
-		return err
-	}
-	_, err = fmt.Fprintf(cmd.OutOrStdout(), "write this to net-conf.json of the ConfigMap (kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg):\n%s\n", text)
-	return err
-}
-
-// configStore is the part of etcd.Admin that replaceConfig uses. Tests replace it.
-type configStore interface {
-	Config(ctx context.Context) (text []byte, revision int64, err error)
-	SetConfig(ctx context.Context, text []byte, revision int64) error
-}
-
-// replaceConfig replaces the configuration in etcd by the result of edit, and prints the difference.
-// It writes nothing if the result is invalid, or if another program has changed the configuration
-// since replaceConfig read it.
-func replaceConfig(cmd *cobra.Command, in configStore, edit func([]byte) ([]byte, error)) error {
-	old, revision, err := in.Config(cmd.Context())
-	if err != nil {
-		return err
-	}
-	if revision == 0 {
-		return subnet.ErrNoConfig
-	}
-
 	text, err := edit(old)
 	if err != nil {
 		return err
 	}
-	if _, err := checkConfig(cmd, text, true); err != nil {
+	if _, err := checkConfig(cmd, text, !kubernetes); err != nil {
 		return err
 	}
 
+	if kubernetes {
+		_, err := fmt.Fprintf(cmd.OutOrStdout(), "write this to net-conf.json of the ConfigMap (kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg):\n%s\n", text)
+		return err
+	}
 	for _, l := range difference(old, text) {
 		fmt.Fprintln(cmd.OutOrStdout(), l)
 	}
-	if err := in.SetConfig(cmd.Context(), text, revision); err != nil {
-		return err
-	}
-	_, err = fmt.Fprintln(cmd.OutOrStdout(), "written; running daemons follow, those with --follow-config=false when they are restarted")
-	return err
+	return writeConfig(cmd, in, text, revision)
 }
 
 // The keys of the configuration that a migration changes.

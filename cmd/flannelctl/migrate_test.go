@@ -162,6 +162,8 @@ func TestMigrationEnd(t *testing.T) {
 
 // editedStore is a store in memory. Like etcd it refuses to write if the revision has changed.
 type editedStore struct {
+	store
+
 	text     string
 	revision int64
 }
@@ -182,12 +184,12 @@ func (s *editedStore) SetConfig(_ context.Context, text []byte, revision int64) 
 // program makes between the reading and the writing.
 func TestMigrationKeepsOtherEdits(t *testing.T) {
 	const before, other = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`, `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":4789}}`
-	s := &editedStore{before, 7}
+	s := &editedStore{text: before, revision: 7}
 	cmd := newMigrateCommand(thisHost())
 	cmd.SetContext(t.Context())
 	cmd.SetOut(io.Discard)
 	step := func(meanwhile string) error {
-		return replaceConfig(cmd, s, func(text []byte) ([]byte, error) {
+		return replaceConfig(cmd, s, false, func(text []byte) ([]byte, error) {
 			if meanwhile != "" {
 				s.text, s.revision = meanwhile, s.revision+1
 			}

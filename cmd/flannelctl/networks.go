@@ -12,10 +12,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
-func newNetworksCommand() *cobra.Command {
+func newNetworksCommand(h host) *cobra.Command {
 	var (
+		daemon daemonFlags
 		out    output
-		socket string
 	)
 
 	cmd := &cobra.Command{
@@ -25,7 +25,7 @@ it is not ready or was refused, and the subnet of this host. The exit code is 1 
 a network is not ready.`,
 		Example: "  flannelctl networks\n  flannelctl networks -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			r, err := fetch(cmd.Context(), status.Client(socket), socketURL, "")
+			r, err := daemon.report(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -37,7 +37,7 @@ a network is not ready.`,
 	}
 
 	out.addTo(cmd)
-	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
+	daemon.addSocketTo(cmd, h)
 	return cmd
 }
 

@@ -313,7 +313,7 @@ func (c *podCheck) plan(attached map[prefix.Family]attachment, only []netip.Pref
 		l := leg{From: a.own, Half: toGateway, reach: reach{To: a.gateway.String()}}
 		if !ok || !s.Contains(a.own) {
 			l.settled = true
-			l.reach = reach{s.String(), outcome{Broken: "address", Advice: fmt.Sprintf("the CNI configuration gives a pod no address of %s", s)}}
+			l.reach = reach{s.String(), status.Outcome{Broken: "address", Advice: fmt.Sprintf("the CNI configuration gives a pod no address of %s", s)}}
 		}
 		c.legs = append(c.legs, l)
 	}
@@ -409,7 +409,7 @@ func (c *podCheck) blameBridge(l *leg) {
 // blameOutside names the cause why packets pass the gateway and not the rest of the way. end is the answer of the
 // peer's address in the network, if it has one besides the bridge.
 func (c *podCheck) blameOutside(ctx context.Context, l *leg, end reach) {
-	v := verdict{Subnet: l.subnet, outcome: l.outcome}
+	v := verdict{Subnet: l.subnet, Outcome: l.Outcome}
 	switch {
 	case l.settled, l.Half == toTarget: // only doctor may know the cause
 	case end.OK && l.Broken == string(paths.Tunnel):
@@ -427,7 +427,7 @@ func (c *podCheck) blameOutside(ctx context.Context, l *leg, end reach) {
 	if l.subnet.IsValid() {
 		v = v.because(c.findings)
 	}
-	l.outcome = v.outcome
+	l.Outcome = v.Outcome
 }
 
 // print shows the legs, and returns an error that names the half of the way that is broken, if one is.
@@ -439,7 +439,7 @@ func (c *podCheck) print(w io.Writer, out output) error {
 			if l.From.IsValid() {
 				from = l.From.String()
 			}
-			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", from, l.To, l.Half, l.result(), l.rtt(), l.Advice)
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", from, l.To, l.Half, l.Result(), dash(l.RoundTrip()), l.Advice)
 		}
 	})
 	if err != nil {

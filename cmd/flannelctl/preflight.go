@@ -25,12 +25,14 @@ import (
 	"github.com/flanneld/flanneld/pkg/report/doctor/linux"
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 
 // startOptions returns the options of a flanneld that would start now with the flags in args, the variables of this
 // environment and those of the systemd unit. If none of them locates the store, it looks for it.
 func (h host) startOptions(args []string) (o storeOptions, err error) {
+	o.kubernetes = true
 	var env []string
 	if text, err := os.ReadFile(h.settings); err == nil {
 		for name, value := range subnetfile.Variables(text) {
@@ -69,18 +71,16 @@ func (h host) before(ctx context.Context, args []string) (doctor.Facts, error) {
 	note := func(problem, fix string) { b.Findings = append(b.Findings, doctor.Finding{Problem: problem, Fix: fix}) }
 
 	r := status.Report{Datastore: status.Datastore{Kind: o.StoreKind(), Connected: true}}
-	cfg, err := o.examineStore(ctx, fail, note)
+	cfg, ports, err := o.examineStore(ctx, fail, note)
 	if errors.Is(err, subnet.ErrNoConfig) {
 		fail("the network is not known", err, "flannelctl config set net-conf.json; on Kubernetes the ConfigMap "+defaultConfigMap)
 	} else {
 		fail("the store cannot be used", err, "flannelctl.md says where the store is looked for; see etcd.md and kubernetes.md")
 	}
 
-	for _, n := range cfg.Networks {
-		r.Network.Prefixes = append(r.Network.Prefixes, n.Prefix)
-	}
+	r.Network.Prefixes = cfg.Prefixes()
 	r.Network.BackendType = cfg.BackendType
-	r.Network.Ports = cfg.ports
+	r.Network.Ports = ports
 
 	previous, err := subnetfile.Read(o.SubnetFile)
 	fail("the subnet file cannot be read", err, "remove "+o.SubnetFile)
@@ -89,7 +89,13 @@ func (h host) before(ctx context.Context, args []string) (doctor.Facts, error) {
 		r.Lease.Subnets = append(r.Lease.Subnets, e.Subnet)
 	}
 
-	families := cfg.families()
+	var families []prefix.Family
+	for _, n := range cfg.Networks {
+		families = append(families, n.Family())
+	}
+	if len(families) == 0 { // they are not known
+		families = []prefix.Family{prefix.IPv4}
+	}
 	choice := localChoice{ipv6: slices.Contains(families, prefix.IPv6)}
 	candidates, err := choice.choose(ctx, o.Options)
 	fail("there is no external interface", err, "flannelctl interface --no-daemon shows why; --iface chooses one")
@@ -124,23 +130,6 @@ func (h host) before(ctx context.Context, args []string) (doctor.Facts, error) {
 	return facts, nil
 }
 
-// plan is a network configuration, with the UDP ports of its backend.
-type plan struct {
-	subnet.Config
-	ports []int
-}
-
-// families returns the families of the networks, or IPv4 if they are not known.
-func (p plan) families() (all []prefix.Family) {
-	for _, n := range p.Networks {
-		all = append(all, n.Family())
-	}
-	if len(all) == 0 {
-		return []prefix.Family{prefix.IPv4}
-	}
-	return all
-}
-
 // writeRules returns why the traffic rules cannot be written, or nil.
 func writeRules(ctx context.Context, o options.Options, inNFTables bool, families []prefix.Family) error {
 	switch {
@@ -168,70 +157,61 @@ func free(ctx context.Context, address string) error {
 	return ln.Close()
 }
 
-// examineStore returns the network configuration in the store, and reports what the user may not do there.
-func (o storeOptions) examineStore(ctx context.Context, fail func(string, error, string), note func(string, string)) (p plan, err error) {
+// examineStore returns the network configuration in the store with the UDP ports of its backend, and reports what the user may not do there.
+func (o storeOptions) examineStore(ctx context.Context, fail func(string, error, string), note func(string, string)) (cfg subnet.Config, ports []int, err error) {
 	var text []byte
-	if o.KubeSubnetMgr {
-		missing, err := kube.Missing(ctx, o.kubeConfig())
-		if err != nil {
-			return p, err
-		}
-		if len(missing) > 0 {
-			fail("the API server refuses this user", errors.New(strings.Join(missing, ", ")), "kubectl apply the ClusterRole of the manifests; see kubernetes.md")
-		}
-		if !slices.Contains(missing, "list nodes") {
-			nodes, err := kube.WithoutPodCIDR(ctx, o.kubeConfig())
+	err = o.read(func(from store) error {
+		if o.KubeSubnetMgr {
+			missing, err := kube.Missing(ctx, o.kubeConfig())
 			if err != nil {
-				return p, err
+				return err
 			}
-			if len(nodes) > 0 {
-				fail("Nodes have no podCIDR", errors.New(oneline.List(nodes, ", ")), "start kube-controller-manager with --allocate-node-cidrs and --cluster-cidr; see kubernetes.md")
+			if len(missing) > 0 {
+				fail("the API server refuses this user", errors.New(strings.Join(missing, ", ")), "kubectl apply the ClusterRole of the manifests; see kubernetes.md")
 			}
-		}
-		none := ""
-		s := storeFlags{configMap: &none}
-		if text, err = s.netConfig(ctx, o); err != nil {
-			return p, err
-		}
-	} else {
-		if err := o.check(o.EtcdEndpoints, true); err != nil {
-			return p, err
-		}
-		a, err := o.openEtcd()
-		if err != nil {
-			return p, err
-		}
-		defer a.Close()
-		var revision int64
-		if text, revision, err = a.Config(ctx); err != nil {
-			return p, err
-		}
-		if _, err := a.Entries(ctx, false); err != nil {
-			return p, err
+			if !slices.Contains(missing, "list nodes") {
+				nodes, err := kube.WithoutPodCIDR(ctx, o.kubeConfig())
+				if err != nil {
+					return err
+				}
+				if len(nodes) > 0 {
+					fail("Nodes have no podCIDR", errors.New(oneline.List(nodes, ", ")), "start kube-controller-manager with --allocate-node-cidrs and --cluster-cidr; see kubernetes.md")
+				}
+			}
 		}
 
-		switch may, err := a.MayWrite(ctx); {
-		case err != nil:
-			return p, err
-		case !may:
-			note("the user of etcd may not write all leases: flanneld needs the right to write that of this host", "flannelctl roles prints the commands for hosts with a key of their own; see etcd.md")
+		var failed error
+		if text, _, failed = config(ctx, from); failed != nil && !errors.Is(failed, subnet.ErrNoConfig) {
+			return failed
 		}
-		if revision == 0 {
-			return p, subnet.ErrNoConfig
+		if a, ok := from.(*etcd.Admin); ok {
+			if _, err := a.Entries(ctx, false); err != nil {
+				return err
+			}
+			switch may, err := a.MayWrite(ctx); {
+			case err != nil:
+				return err
+			case !may:
+				note("the user of etcd may not write all leases: flanneld needs the right to write that of this host", "flannelctl roles prints the commands for hosts with a key of their own; see etcd.md")
+			}
 		}
+		return failed
+	})
+	if err != nil {
+		return cfg, nil, err
 	}
 
 	backends, err := allBackends()
 	if err != nil {
-		return p, err
+		return cfg, nil, err
 	}
 	cfg, be, _, err := daemon.ValidateConfig(text, !o.KubeSubnetMgr, backends.Registry)
 	if err != nil {
-		return p, fmt.Errorf("the network configuration is invalid: %w", err)
+		return subnet.Config{}, nil, fmt.Errorf("the network configuration is invalid: %w", err)
 	}
 	if !o.KubeSubnetMgr {
 		err := daemon.CheckRanges(ctx, cfg, externalInterface(ctx, cfg), o.EtcdEndpoints)
 		fail("the network configuration is refused on this host", err, "choose another Network")
 	}
-	return plan{cfg, backend.Ports(be)}, nil
+	return cfg, backend.Ports(be), nil
 }

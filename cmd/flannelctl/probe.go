@@ -18,12 +18,13 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/probe/ping"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // reach is what passes from a pod to a target.
 type reach struct {
 	To string `json:"to"`
-	outcome
+	status.Outcome
 }
 
 // newProbeCommand returns the program of the pods of check --pod and of connectivity test.

@@ -20,7 +20,7 @@ func newRoot(h host) *cobra.Command {
 
 	root.AddCommand(
 		newConfigCommand(h), newMigrateCommand(h), newLeasesCommand(h), newReserveCommand(h), newUnreserveCommand(h), newReservationsCommand(h), newRevokeCommand(h), newRolesCommand(h),
-		newStatusCommand(), newNetworksCommand(), newCheckCommand(), newMeshCommand(h), newConnectivityCommand(h), newDoctorCommand(h), newInterfaceCommand(h), newSysdumpCommand(h), newCleanupCommand(), newVersionCommand(), newProbeCommand(),
+		newStatusCommand(h), newNetworksCommand(h), newCheckCommand(h), newMeshCommand(h), newConnectivityCommand(h), newDoctorCommand(h), newInterfaceCommand(h), newSysdumpCommand(h), newCleanupCommand(), newVersionCommand(), newProbeCommand(),
 	)
 
 	addCompletion(root)

@@ -19,12 +19,12 @@ import (
 	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
-func newStatusCommand() *cobra.Command {
+func newStatusCommand(h host) *cobra.Command {
 	var (
-		network       *string
-		out           output
-		socket, where string
-		all           bool
+		daemon daemonFlags
+		out    output
+		where  string
+		all    bool
 	)
 
 	cmd := &cobra.Command{
@@ -36,7 +36,7 @@ flannelctl doctor finds. The exit code is 1 if the daemon is not ready, and 2 if
 cannot be asked.`,
 		Example: "  flannelctl status\n  flannelctl status --peers\n  flannelctl status --url http://192.0.2.12:8287 -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			client := status.Client(socket)
+			client := status.Client(daemon.socket)
 			base := socketURL
 			if where != "" {
 				if u, err := url.Parse(where); err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" {
@@ -47,7 +47,7 @@ cannot be asked.`,
 				base = where
 			}
 
-			r, err := fetch(cmd.Context(), client, base, *network)
+			r, err := fetch(cmd.Context(), client, base, daemon.network)
 			if err != nil {
 				return err
 			}
@@ -73,9 +73,8 @@ cannot be asked.`,
 	}
 
 	out.addTo(cmd)
-	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
+	daemon.addTo(cmd, h)
 	cmd.Flags().StringVar(&where, "url", "", "address of another daemon, as http://host:port")
-	network = addNetworkTo(cmd)
 	cmd.Flags().BoolVar(&all, "peers", false, "list every peer and its kernel objects")
 	cmd.MarkFlagsMutuallyExclusive("socket", "url")
 	return cmd
@@ -155,13 +154,7 @@ func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bo
 	for _, p := range r.Peers {
 		counts[p.State]++
 	}
-
-	var parts []string
-	for _, s := range slices.Sorted(maps.Keys(counts)) {
-		parts = append(parts, fmt.Sprint(counts[s], " ", s))
-	}
-
-	row("peers", cmp.Or(strings.Join(parts, ", "), "none"))
+	row("peers", numbers(counts))
 
 	printNarrow(row, r.Peers)
 	if r.Paths != nil {
@@ -231,14 +224,7 @@ func printNarrow(row func(string, ...any), peers []status.Peer) {
 // printPaths prints the number of paths with each result, and then a table of the paths in the report,
 // which are the worst ones. Unless all is set, the table contains only those that do not work.
 func printPaths(w io.Writer, row func(string, ...any), p status.Paths, all bool) {
-	var parts []string
-	for _, result := range slices.Sorted(maps.Keys(p.Results)) {
-		if n := p.Results[result]; n > 0 {
-			parts = append(parts, fmt.Sprint(n, " ", result))
-		}
-	}
-
-	row("paths", cmp.Or(strings.Join(parts, ", "), "none"))
+	row("paths", numbers(p.Results))
 	header := false
 	for _, one := range p.Worst {
 		if one.OK && !all {
@@ -249,16 +235,19 @@ func printPaths(w io.Writer, row func(string, ...any), p status.Paths, all bool)
 			header = true
 		}
 
-		result := "ok"
-		rtt := "-"
-		if !one.OK {
-			result = one.Broken
-		}
-		if one.RTT > 0 {
-			rtt = fmt.Sprintf("%.2f ms", one.RTT)
-		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", one.Subnet, one.PublicIP, result, rtt, dash(one.Text()))
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", one.Subnet, one.PublicIP, one.Result(), dash(one.RoundTrip()), dash(one.Text()))
 	}
+}
+
+// numbers describes how many there are of each kind.
+func numbers[K ~string](counts map[K]int) string {
+	var parts []string
+	for _, kind := range slices.Sorted(maps.Keys(counts)) {
+		if n := counts[kind]; n > 0 {
+			parts = append(parts, fmt.Sprint(n, " ", kind))
+		}
+	}
+	return cmp.Or(strings.Join(parts, ", "), "none")
 }
 
 func validity(r status.Report) string {

@@ -3,43 +3,39 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
+	"slices"
 	"strings"
 
-	"github.com/flanneld/flanneld/pkg/options"
-
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
+	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 
 // storeFlags are the flags that locate the store. They and their environment variables
-// have the same names as the daemon's, except for --network and --net-config-map, which the
+// have the same names as the daemon's, except for --network, --context and --net-config-map, which the
 // daemon does not have.
 type storeFlags struct {
-	host    host // where the store is looked for if no flag locates it
-	values  map[string]*string
-	network *string
-	kube    *bool
-	// configMap is the value of the flag that names the ConfigMap with the network
-	// configuration on Kubernetes. It is nil for commands without that flag.
-	configMap *string
-	// context is the value of the flag for the context of the kubeconfig. It is nil for commands that work on
-	// etcd only.
-	context *string
+	host    host           // where the store is looked for if no flag locates it
+	flags   *pflag.FlagSet // contains the flags that the command offers
+	network string
 }
 
 // storeOptions are the options of a command, with what only flannelctl has.
 type storeOptions struct {
 	options.Options
-	place   // from which the options are that are not given
-	context string
+	place              // from which the options are that are not given
+	context, configMap string
+	kubernetes         bool // the command also works on Kubernetes
 }
 
 const (
@@ -53,38 +49,38 @@ const (
 // configuration on Kubernetes.
 func (s *storeFlags) addConfigTo(cmd *cobra.Command) {
 	s.addKubeTo(cmd)
-	s.values[netConfigPath] = cmd.PersistentFlags().String(netConfigPath, "", "file with the configuration, on Kubernetes (FLANNELD_NET_CONFIG_PATH)")
-	s.configMap = cmd.PersistentFlags().String(netConfigMap, "",
-		"ConfigMap with the configuration, on Kubernetes (default "+defaultConfigMap+", unless flanneld's file exists)")
+	s.flags.String(netConfigPath, "", "file with the configuration, on Kubernetes (FLANNELD_NET_CONFIG_PATH)")
+	s.flags.String(netConfigMap, "", "ConfigMap with the configuration, on Kubernetes (default "+defaultConfigMap+", unless flanneld's file exists)")
 }
 
 // addKubeTo adds the flags for any store: etcd and the Kubernetes API.
 func (s *storeFlags) addKubeTo(cmd *cobra.Command) {
 	s.addTo(cmd)
-	s.kube = cmd.PersistentFlags().Bool("kube-subnet-mgr", false, "the store is the Kubernetes API (FLANNELD_KUBE_SUBNET_MGR)")
-	for _, f := range [][2]string{
-		{"kubeconfig-file", "kubeconfig file for the API (FLANNELD_KUBECONFIG_FILE)"},
-		{"kube-api-url", "URL of the API (FLANNELD_KUBE_API_URL)"},
-		{"kube-annotation-prefix", "prefix of the annotations (FLANNELD_KUBE_ANNOTATION_PREFIX)"},
-	} {
-		s.values[f[0]] = cmd.PersistentFlags().String(f[0], "", f[1])
-	}
-	s.context = cmd.PersistentFlags().String("context", "", "context of the kubeconfig")
+	s.flags.Bool("kube-subnet-mgr", false, "the store is the Kubernetes API (FLANNELD_KUBE_SUBNET_MGR)")
+	s.flags.String("kubeconfig-file", "", "kubeconfig file for the API (FLANNELD_KUBECONFIG_FILE)")
+	s.flags.String("kube-api-url", "", "URL of the API (FLANNELD_KUBE_API_URL)")
+	s.flags.String("kube-annotation-prefix", "", "prefix of the annotations (FLANNELD_KUBE_ANNOTATION_PREFIX)")
+	s.flags.String("context", "", "context of the kubeconfig")
 }
 
 // addTo adds the flags for etcd to a command and all below it.
 func (s *storeFlags) addTo(cmd *cobra.Command) {
-	s.values, s.network = map[string]*string{}, addNetworkTo(cmd)
-	for _, f := range [][2]string{
-		{"etcd-endpoints", "addresses of etcd, comma separated (FLANNELD_ETCD_ENDPOINTS)"},
-		{"etcd-prefix", "prefix of all keys (FLANNELD_ETCD_PREFIX)"},
-		{"etcd-cafile", "CA bundle for etcd (FLANNELD_ETCD_CAFILE)"},
-		{"etcd-certfile", "TLS client certificate (FLANNELD_ETCD_CERTFILE)"},
-		{"etcd-keyfile", "key of the TLS client certificate (FLANNELD_ETCD_KEYFILE)"},
-		{"etcd-username", "user of etcd (FLANNELD_ETCD_USERNAME)"},
-	} {
-		s.values[f[0]] = cmd.PersistentFlags().String(f[0], "", f[1])
+	s.flags = cmd.PersistentFlags()
+	addNetworkTo(s.flags, &s.network)
+	s.flags.String("etcd-endpoints", "", "addresses of etcd, comma separated (FLANNELD_ETCD_ENDPOINTS)")
+	s.flags.String("etcd-prefix", "", "prefix of all keys (FLANNELD_ETCD_PREFIX)")
+	s.flags.String("etcd-cafile", "", "CA bundle for etcd (FLANNELD_ETCD_CAFILE)")
+	s.flags.String("etcd-certfile", "", "TLS client certificate (FLANNELD_ETCD_CERTFILE)")
+	s.flags.String("etcd-keyfile", "", "key of the TLS client certificate (FLANNELD_ETCD_KEYFILE)")
+	s.flags.String("etcd-username", "", "user of etcd (FLANNELD_ETCD_USERNAME)")
+}
+
+// value returns the value of a flag, or "" if the command does not have it or its value is the default.
+func (s *storeFlags) value(name string) string {
+	if f := s.flags.Lookup(name); f != nil && f.Value.String() != f.DefValue {
+		return f.Value.String()
 	}
+	return ""
 }
 
 // options returns the options from flags and variables and, unless one of these locates the store, from the place
@@ -92,43 +88,43 @@ func (s *storeFlags) addTo(cmd *cobra.Command) {
 // come from a flag, because flags are visible in the process list.
 func (s *storeFlags) options() (storeOptions, error) {
 	var args []string
-	kubernetes := s.kube != nil && *s.kube || s.configMap != nil && *s.configMap != "" || s.context != nil && *s.context != ""
-	for name, value := range s.values {
-		if *value == "" {
-			continue
+	kubernetes := false
+	s.flags.VisitAll(func(f *pflag.Flag) {
+		if f.Name == networkFlag || s.value(f.Name) == "" {
+			return
 		}
-		args = append(args, "--"+name+"="+*value)
-		kubernetes = kubernetes || !strings.HasPrefix(name, "etcd")
-	}
+		kubernetes = kubernetes || !strings.HasPrefix(f.Name, "etcd")
+		if f.Name != "context" && f.Name != netConfigMap {
+			args = append(args, "--"+f.Name+"="+f.Value.String())
+		}
+	})
 	if kubernetes {
 		args = append(args, "--kube-subnet-mgr")
 	}
 
-	var found storeOptions
-	if s.context != nil {
-		found.context = *s.context
-	}
+	found := storeOptions{context: s.value("context"), configMap: s.value(netConfigMap), kubernetes: s.flags.Lookup("kube-subnet-mgr") != nil}
 	if !s.located() {
-		found.place = s.host.findStore(s.kube != nil)
+		found.place = s.host.findStore(found.kubernetes)
 	}
-	if s.configMap == nil || *s.configMap != "" {
+	needsConfig := s.flags.Lookup(netConfigMap) != nil
+	if !needsConfig || found.configMap != "" {
 		delete(found.settings, netConfigPath)
 	}
-	if s.configMap == nil || *s.values[netConfigPath] == "" && os.Getenv("FLANNELD_NET_CONFIG_PATH") == "" && found.settings[netConfigPath] == "" {
+	if !needsConfig || s.value(netConfigPath) == "" && os.Getenv("FLANNELD_NET_CONFIG_PATH") == "" && found.settings[netConfigPath] == "" {
 		args = append(args, "--"+netConfigPath+"="+os.DevNull) // no file is named, and the file that flanneld reads by default need not exist here
 	}
 
 	var err error
-	if found.Options, err = options.Parse(args, append(found.variables(), os.Environ()...)); err != nil || *s.network == "" {
+	if found.Options, err = options.Parse(args, append(found.variables(), os.Environ()...)); err != nil || s.network == "" {
 		return found, err
 	}
 	if found.KubeSubnetMgr {
 		return found, fmt.Errorf("--%s is for etcd: in Kubernetes there is one network", networkFlag)
 	}
-	if err := subnet.CheckNetworkName(*s.network); err != nil {
-		return found, fmt.Errorf("--%s %q is invalid: %w", networkFlag, *s.network, err)
+	if err := subnet.CheckNetworkName(s.network); err != nil {
+		return found, fmt.Errorf("--%s %q is invalid: %w", networkFlag, s.network, err)
 	}
-	found.Options = found.Network(*s.network)
+	found.Options = found.Network(s.network)
 	return found, nil
 }
 
@@ -138,12 +134,8 @@ var locating = []string{"etcd-endpoints", "kubeconfig-file", "kube-api-url", "ku
 // located reports whether a flag or variable locates the store. Then no other place counts: neither may a password
 // that is found there reach the server that is named here.
 func (s *storeFlags) located() bool {
-	for _, name := range locating {
-		if os.Getenv(options.Variable(name)) != "" || s.values[name] != nil && *s.values[name] != "" {
-			return true
-		}
-	}
-	return s.kube != nil && *s.kube || s.context != nil && *s.context != ""
+	return s.value("context") != "" ||
+		slices.ContainsFunc(locating, func(name string) bool { return os.Getenv(options.Variable(name)) != "" || s.value(name) != "" })
 }
 
 // onKubernetes reports whether the store is the Kubernetes API. It returns false if the
@@ -153,32 +145,70 @@ func (s *storeFlags) onKubernetes() bool {
 	return err == nil && o.KubeSubnetMgr
 }
 
-// admin opens etcd. It returns an error if the store is the Kubernetes API.
-func (s *storeFlags) admin() (*etcd.Admin, error) {
+// store is what commands read from etcd and from the Kubernetes API.
+type store interface {
+	// Config returns the network configuration, and its revision. The revision is zero if there is none.
+	Config(ctx context.Context) (text []byte, revision int64, err error)
+	SetConfig(ctx context.Context, text []byte, revision int64) error
+	Entries(ctx context.Context, ttl bool) ([]etcd.Entry, error)
+	Watch(ctx context.Context, sink func(subnet.Update)) error
+}
+
+// read calls f with the store.
+func (s *storeFlags) read(f func(storeOptions, store) error) error {
 	o, err := s.options()
 	if err != nil {
-		return nil, err
+		return err
 	}
+	return o.read(func(from store) error { return f(o, from) })
+}
+
+func (o storeOptions) read(f func(store) error) error {
+	if o.KubeSubnetMgr {
+		return f(nodes{o})
+	}
+	return o.withAdmin(func(a *etcd.Admin) error { return f(a) })
+}
+
+// withAdmin opens etcd, calls f and closes it. It returns an error on Kubernetes.
+func (s *storeFlags) withAdmin(f func(*etcd.Admin) error) error {
+	o, err := s.options()
+	if err != nil {
+		return err
+	}
+	return o.withAdmin(f)
+}
+
+func (o storeOptions) withAdmin(f func(*etcd.Admin) error) error {
 	if o.KubeSubnetMgr {
 		why := o.Source("kube-subnet-mgr") + " is set"
 		if o.name != "" {
 			why = "the store is the Kubernetes API, according to " + o.name
 		}
-		return nil, fmt.Errorf("%s: this command works on etcd; on Kubernetes the API assigns subnets, "+
+		return fmt.Errorf("%s: this command works on etcd; on Kubernetes the API assigns subnets, "+
 			"as podCIDRs of Nodes, and the configuration is a ConfigMap", why)
 	}
-	if err := o.check(o.EtcdEndpoints, s.kube != nil); err != nil {
-		return nil, err
+	if err := o.check(o.EtcdEndpoints, o.kubernetes); err != nil {
+		return err
 	}
-	return o.openEtcd()
-}
-
-func (o storeOptions) openEtcd() (*etcd.Admin, error) {
-	return etcd.NewAdmin(etcd.Config{
+	a, err := etcd.NewAdmin(etcd.Config{
 		Endpoints: o.EtcdEndpoints, Prefix: o.EtcdPrefix,
 		CertFile: o.EtcdCertFile, KeyFile: o.EtcdKeyFile, CAFile: o.EtcdCAFile,
 		Username: o.EtcdUsername, Password: o.EtcdPassword.Reveal(),
 	})
+	if err != nil {
+		return err
+	}
+	return errors.Join(f(a), a.Close())
+}
+
+// config returns the network configuration in a store. The error wraps subnet.ErrNoConfig if there is none.
+func config(ctx context.Context, from store) ([]byte, int64, error) {
+	text, revision, err := from.Config(ctx)
+	if err == nil && revision == 0 {
+		err = subnet.ErrNoConfig
+	}
+	return text, revision, err
 }
 
 // kubeConfig returns what package kube needs.
@@ -191,27 +221,49 @@ func (o storeOptions) kubeConfig() kube.Config {
 	return c
 }
 
-// netConfig returns the network configuration as daemons on Kubernetes read it: from the
+// nodes are the Nodes of a cluster as a store, with the network configuration in a file or ConfigMap.
+type nodes struct{ storeOptions }
+
+// Entries returns the leases of all Nodes.
+func (n nodes) Entries(ctx context.Context, _ bool) (all []etcd.Entry, err error) {
+	entries, err := kube.Entries(ctx, n.kubeConfig())
+	for _, e := range entries {
+		all = append(all, etcd.Entry{Lease: e.Lease, Err: e.Err})
+	}
+	return all, err
+}
+
+// Watch calls sink with the leases of all Nodes, and again after every change.
+func (n nodes) Watch(ctx context.Context, sink func(subnet.Update)) error {
+	return kube.Watch(ctx, n.kubeConfig(), sink)
+}
+
+// SetConfig returns an error.
+func (nodes) SetConfig(context.Context, []byte, int64) error {
+	return errors.New("on Kubernetes the configuration is a ConfigMap: " +
+		"kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg changes it")
+}
+
+// Config returns the network configuration as daemons on Kubernetes read it: from the
 // file or ConfigMap that a flag or variable names; otherwise from the file that flanneld
 // reads, which exists in its pod; otherwise from flannel's ConfigMap. The command must
 // have the flags of addConfigTo.
-func (s *storeFlags) netConfig(ctx context.Context, o storeOptions) ([]byte, error) {
-	if o.NetConfigPath != os.DevNull {
-		return os.ReadFile(o.NetConfigPath)
+func (n nodes) Config(ctx context.Context) (text []byte, revision int64, err error) {
+	const some = 1
+	if n.NetConfigPath != os.DevNull {
+		text, err = os.ReadFile(n.NetConfigPath)
+		return text, some, err
 	}
-
-	name := *s.configMap
-	if name == "" {
-		text, err := os.ReadFile(options.DefaultNetConfigPath)
-		if !errors.Is(err, fs.ErrNotExist) {
-			return text, err
+	if n.configMap == "" {
+		if text, err = os.ReadFile(options.DefaultNetConfigPath); !errors.Is(err, fs.ErrNotExist) {
+			return text, some, err
 		}
-		name = defaultConfigMap
 	}
 
-	namespace, name, ok := strings.Cut(name, "/")
+	namespace, name, ok := strings.Cut(cmp.Or(n.configMap, defaultConfigMap), "/")
 	if !ok || namespace == "" || name == "" || strings.Contains(name, "/") {
-		return nil, fmt.Errorf("--%s %q is invalid: expected NAMESPACE/NAME, such as %s", netConfigMap, *s.configMap, defaultConfigMap)
+		return nil, 0, fmt.Errorf("--%s %q is invalid: expected NAMESPACE/NAME, such as %s", netConfigMap, n.configMap, defaultConfigMap)
 	}
-	return kube.NetConfig(ctx, o.kubeConfig(), namespace, name)
+	text, err = kube.NetConfig(ctx, n.kubeConfig(), namespace, name)
+	return text, some, err
 }

@@ -200,10 +200,10 @@ func (h host) parts(ctx context.Context) []part {
 	}
 
 	own("version", "version")
-	own("doctor", "doctor", "--socket="+h.socket)
+	own("doctor", "doctor")
 	networks := []status.NetworkSummary{{}}
 	if r, err := fetch(ctx, client, socketURL, ""); err == nil && len(r.Networks) > 0 {
-		own("networks", "networks", "--socket="+h.socket)
+		own("networks", "networks")
 		networks = r.Networks
 	}
 
@@ -213,9 +213,9 @@ func (h host) parts(ctx context.Context) []part {
 		if n.Name != "" {
 			suffix = "-" + n.Name
 		}
-		own("status"+suffix, "status", "--peers", "--socket="+h.socket, network)
-		own("check"+suffix, "check", "--socket="+h.socket, network)
-		own("interface"+suffix, "interface", "--socket="+h.socket, network)
+		own("status"+suffix, "status", "--peers", network)
+		own("check"+suffix, "check", network)
+		own("interface"+suffix, "interface", network)
 		own("config"+suffix, "config", "get", network)
 		own("leases"+suffix, "leases", network)
 		get("daemon/statusz"+suffix+".json", "statusz.json?network="+n.Name)
@@ -291,13 +291,9 @@ func program(name string, args ...string) func(context.Context) ([]byte, error) 
 }
 
 func fetchText(ctx context.Context, client *http.Client, path string) ([]byte, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, socketURL+"/"+path, http.NoBody)
+	resp, err := request(ctx, client, socketURL+"/"+path)
 	if err != nil {
 		return nil, err
-	}
-	resp, err := client.Do(req)
-	if err != nil {
-		return nil, cause(err)
 	}
 	defer resp.Body.Close()
 	text, err := io.ReadAll(io.LimitReader(resp.Body, maxReport))

@@ -143,7 +143,8 @@ func (r *Reconciler) Has(o Object) bool { return r.cache.has(o) }
 
 // Count contains the numbers of wanted and present objects of one kind.
 type Count struct {
-	Wanted, Present int
+	Wanted  int `json:"wanted"`
+	Present int `json:"present"`
 }
 
 // Counts returns for each kind of object (link, address, neighbour, fdb, route) how many

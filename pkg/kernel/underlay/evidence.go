@@ -16,13 +16,13 @@ import (
 // Candidate is a link with what speaks for and against it. It does not depend on the options that name
 // an interface.
 type Candidate struct {
-	Name      string
-	Addresses []netip.Addr // global ones, in kernel order
-	Chosen    bool
-	For       []string
-	Against   []string
+	Name      string       `json:"name"`
+	Addresses []netip.Addr `json:"addresses"` // global ones, in kernel order
+	Chosen    bool         `json:"chosen"`
+	For       []string     `json:"for,omitempty"`
+	Against   []string     `json:"against,omitempty"`
 	// Never says why only --iface chooses the link; it is empty for other links.
-	Never string
+	Never string `json:"never,omitempty"`
 }
 
 // candidate is a Candidate with the facts that decide its place.

@@ -28,132 +28,109 @@ const (
 // Diagnose tries the parts of a path, from the outside to the inside, and stops at the first one that
 // does not work. It needs CAP_NET_RAW. If ctx ends before Diagnose is done, Broken is Unknown.
 func Diagnose(ctx context.Context, p Path, n Network) Verdict {
-	return sender{ping: ping.Ping, knock: knock}.diagnose(ctx, p, n)
+	pinger := ping.NewPinger()
+	defer pinger.Close()
+	return sender{wait: freely, ping: pinger.Ping, knock: knock}.diagnose(ctx, p, n)
 }
 
 // sender sends the packets of checks.
 type sender struct {
-	// wait returns when one more packet may be sent. If it is nil, all packets may be sent at once.
-	wait  func(context.Context) error
-	ping  func(context.Context, netip.Addr, ping.Options) (time.Duration, error)
+	wait  func(context.Context) error // returns when one more packet may be sent
+	ping  func(ctx context.Context, dst netip.Addr, way ping.Path, timeout time.Duration) (time.Duration, error)
 	knock func(context.Context, netip.Addr) error
+	// likeTCP sends large packets as pods send TCP: if a router reports a smaller MTU, the next one is smaller.
+	likeTCP bool
 }
 
-// await returns nil when one more packet may be sent, or an error if ctx ends before.
-func (s sender) await(ctx context.Context) error {
-	if s.wait == nil {
-		return nil
-	}
-	return s.wait(ctx)
-}
+// freely permits all packets at once.
+func freely(ctx context.Context) error { return ctx.Err() }
 
 func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
-	v := Verdict{Path: p}
 	inner := n.end(p.Subnet)
-	fail := func(part Part, err error, advice string) Verdict {
+	mtu := n.mtu(p)
+	_, outerErr := s.echo(ctx, p.PublicIP, smallPacket)
+	v, err := s.reach(ctx, inner, mtu)
+	v.Path = p
+	fail := func(part Part, because error, advice string) Verdict {
 		if ctx.Err() != nil { // perhaps only the end of ctx has prevented the answer
 			part = Unknown
 			advice = "the check was interrupted"
 			v.Largest = 0
 		}
-		v.Broken, v.Advice = part, fmt.Sprintf("%s (%v)", advice, err)
+		v.Broken = part
+		v.Advice = fmt.Sprintf("%s (%v)", advice, because)
 		return v
 	}
 
-	_, outerErr := s.echo(ctx, p.PublicIP, smallPacket)
-	mtu := n.mtu(p)
-	r := s.reach(ctx, inner, mtu)
-	v.RTT = r.rtt
-	v.Largest = r.largest
-
 	switch {
-	case r.filtered:
-		v.OK, v.Advice = true, inner.String()+" "+filteredText
-	case r.broken == Tunnel && outerErr != nil:
+	case v.OK && v.Advice != "":
+		v.Advice = inner.String() + " " + v.Advice
+	case v.Broken == Tunnel && outerErr != nil:
 		return fail(Underlay, outerErr, p.PublicIP.String()+" does not answer either: check the host and the path to it")
-	case r.broken == Tunnel && !n.Devices:
-		return fail(Unknown, r.err, fmt.Sprintf("the host answers, %s does not: no pods have a bridge there yet, a firewall drops packets to them, or a router or cloud in between drops packets of pods (source/destination check)", inner))
-	case r.broken == Tunnel:
-		return fail(Tunnel, r.err, fmt.Sprintf("the host answers, its end of the network does not: a firewall drops the packets of the backend (%s), or something on that host: run flannelctl doctor there", n.packets()))
-	case r.broken == MTU:
-		return fail(MTU, r.err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay, or the interface of one of both hosts, has a smaller MTU than this interface: set the interface's MTU, or with vxlan, ipip, udp and wireguard Backend.MTU to \"probe\"", v.Largest, mtu))
-	case r.broken == Checksum:
-		return fail(Checksum, r.err, `pings pass, TCP does not: a firewall drops it, or a network card or kernel corrupts checksums: with vxlan try "ChecksumOffload": "off"`)
+	case v.Broken == Tunnel && !n.Devices:
+		return fail(Unknown, err, fmt.Sprintf("the host answers, %s does not: no pods have a bridge there yet, a firewall drops packets to them, or a router or cloud in between drops packets of pods (source/destination check)", inner))
+	case v.Broken == Tunnel:
+		return fail(Tunnel, err, fmt.Sprintf("the host answers, its end of the network does not: a firewall drops the packets of the backend (%s), or something on that host: run flannelctl doctor there", n.packets()))
+	case v.Broken == MTU:
+		return fail(MTU, err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay, or the interface of one of both hosts, has a smaller MTU than this interface: set the interface's MTU, or with vxlan, ipip, udp and wireguard Backend.MTU to \"probe\"", v.Largest, mtu))
+	case v.Broken == Checksum:
+		return fail(Checksum, err, `pings pass, TCP does not: a firewall drops it, or a network card or kernel corrupts checksums: with vxlan try "ChecksumOffload": "off"`)
 	}
-	v.OK = true
 	return v
 }
 
 // filteredText is the advice about an address that answers only TCP.
 const filteredText = "answers TCP but no pings (icmp filtered): the network works, its MTU is not checked"
 
-// reached says which packets pass to an address.
-type reached struct {
-	rtt      time.Duration
-	broken   Part // Tunnel, MTU or Checksum; empty if all packets pass
-	err      error
-	largest  int  // size in bytes of the largest packet that passes, if broken is MTU
-	filtered bool // TCP passes, and pings do not
-}
-
 // reach tries small packets to dst, then packets of size bytes, then TCP, and stops at the first that do not pass.
-func (s sender) reach(ctx context.Context, dst netip.Addr, size int) (r reached) {
-	r.rtt, r.err = s.echo(ctx, dst, smallPacket)
-	if r.err != nil {
-		if s.await(ctx) == nil && s.refused(ctx, dst) {
-			return reached{filtered: true}
+// The path in the verdict is empty, and so is the advice unless TCP passes and pings do not. err says why Broken is set.
+func (s sender) reach(ctx context.Context, dst netip.Addr, size int) (v Verdict, err error) {
+	if v.RTT, err = s.echo(ctx, dst, smallPacket); err != nil {
+		if s.wait(ctx) == nil && s.refused(ctx, dst) {
+			return Verdict{OK: true, Advice: filteredText}, nil
 		}
-		r.broken = Tunnel
-		return r
+		v.Broken = Tunnel
+		return v, err
 	}
 
-	if _, r.err = s.unfragmented(ctx, dst, size); r.err != nil {
-		r.broken = MTU
-		r.largest = s.largest(ctx, dst, size)
-		return r
+	if _, err = s.echo(ctx, dst, size); err != nil {
+		v.Broken = MTU
+		v.Largest = s.largest(ctx, dst, size)
+		return v, err
 	}
-	if r.err = s.await(ctx); r.err == nil {
-		r.err = answered(s.knock(ctx, dst))
+	if err = s.wait(ctx); err == nil {
+		err = answered(s.knock(ctx, dst))
 	}
-	if r.err != nil {
-		r.broken = Checksum
+	if err != nil {
+		v.Broken = Checksum
 	}
-	return r
+	v.OK = err == nil
+	return v, err
 }
 
-// try waits until one more packet may be sent, then sends an echo request and returns the time to its
+// try waits until one more packet may be sent, then sends an echo request of size bytes and returns the time to its
 // reply.
-func (s sender) try(ctx context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
-	if err := s.await(ctx); err != nil {
+func (s sender) try(ctx context.Context, dst netip.Addr, size int, timeout time.Duration) (time.Duration, error) {
+	if err := s.wait(ctx); err != nil {
 		return 0, err
 	}
-	return s.ping(ctx, dst, o)
+	return s.ping(ctx, dst, ping.Path{Size: size, Whole: !s.likeTCP}, timeout)
 }
 
-// twice is like try, but tries once more after an error, because the first packet may have waited for
+// echo is like try, but tries once more after an error, because the first packet may have waited for
 // neighbour resolution.
-func (s sender) twice(ctx context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
-	if rtt, err := s.try(ctx, dst, o); err == nil {
+func (s sender) echo(ctx context.Context, dst netip.Addr, size int) (time.Duration, error) {
+	if rtt, err := s.try(ctx, dst, size, answerTimeout); err == nil {
 		return rtt, nil
 	}
-	return s.try(ctx, dst, o)
-}
-
-// echo sends an echo request of size bytes like twice, and waits answerTimeout for each reply.
-func (s sender) echo(ctx context.Context, dst netip.Addr, size int) (time.Duration, error) {
-	return s.twice(ctx, dst, ping.Options{Size: size, Timeout: answerTimeout})
-}
-
-// unfragmented is like echo for packets that must not be fragmented.
-func (s sender) unfragmented(ctx context.Context, dst netip.Addr, size int) (time.Duration, error) {
-	return s.twice(ctx, dst, ping.Options{Size: size, DontFragment: true, Timeout: answerTimeout})
+	return s.try(ctx, dst, size, answerTimeout)
 }
 
 // largest searches for the size in bytes of the largest packet that passes. tooBig is known not to pass.
 // If ctx ends, largest returns the largest size that has passed so far, at least smallPacket.
 func (s sender) largest(ctx context.Context, dst netip.Addr, tooBig int) int {
 	return ping.Largest(smallPacket, tooBig, leastMTU, func(size int) (ok, more bool) {
-		_, err := s.try(ctx, dst, ping.Options{Size: size, DontFragment: true, Timeout: searchTimeout})
+		_, err := s.try(ctx, dst, size, searchTimeout)
 		return err == nil, ctx.Err() == nil
 	})
 }

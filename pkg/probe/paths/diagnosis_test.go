@@ -31,7 +31,8 @@ func TestInterruptedDiagnosis(t *testing.T) {
 				return ctx.Err()
 			}
 			s := sender{
-				ping: func(context.Context, netip.Addr, ping.Options) (time.Duration, error) {
+				wait: freely,
+				ping: func(context.Context, netip.Addr, ping.Path, time.Duration) (time.Duration, error) {
 					return time.Millisecond, send()
 				},
 				knock: func(context.Context, netip.Addr) error { return send() },
@@ -87,10 +88,11 @@ func TestDiagnosis(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			tried := map[netip.Addr]bool{}
 			s := sender{
-				ping: func(_ context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
+				wait: freely,
+				ping: func(_ context.Context, dst netip.Addr, way ping.Path, _ time.Duration) (time.Duration, error) {
 					again := tried[dst]
 					tried[dst] = true
-					if dst == to.PublicIP && !tt.passes.host || dst != to.PublicIP && o.Size > tt.passes.most || !again && !tt.passes.first {
+					if dst == to.PublicIP && !tt.passes.host || dst != to.PublicIP && way.Size > tt.passes.most || !again && !tt.passes.first {
 						return 0, silence
 					}
 					return time.Millisecond, nil

@@ -35,7 +35,7 @@ func (w *pairOfHosts) start(t *testing.T, i int) (stop func()) {
 		Peers: func(context.Context) ([]Peer, bool) { return []Peer{{Key: "other", Paths: []Path{other}}}, true },
 	})
 	p.local = func(netip.Addr) bool { return w.bridge[i] }
-	p.ping = func(ctx context.Context, _ netip.Addr, way ping.Path, timeout time.Duration) (time.Duration, error) {
+	p.send.ping = func(ctx context.Context, _ netip.Addr, way ping.Path, timeout time.Duration) (time.Duration, error) {
 		if err := wait.For(ctx, time.Millisecond); err != nil {
 			return 0, err
 		}
@@ -61,11 +61,8 @@ func (w *pairOfHosts) start(t *testing.T, i int) (stop func()) {
 		}
 		return 0, errors.New("no answer")
 	}
-	p.send.ping = func(ctx context.Context, to netip.Addr, o ping.Options) (time.Duration, error) {
-		return p.ping(ctx, to, ping.Path{}, o.Timeout)
-	}
 	p.send.knock = func(ctx context.Context, to netip.Addr) error {
-		_, err := p.ping(ctx, to, ping.Path{}, answerTimeout)
+		_, err := p.send.ping(ctx, to, ping.Path{}, answerTimeout)
 		return err
 	}
 

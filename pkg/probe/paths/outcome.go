@@ -19,10 +19,9 @@ type Result struct {
 
 // Outcome is what the prober knows of all paths.
 type Outcome struct {
-	Paths   int          // number of paths that this host checks
-	OK      int          // number of these paths that work
-	Broken  map[Part]int // numbers of paths that do not work, by the broken part, and of paths that cannot be judged, as Unknown; every part has an entry
-	Waiting int          // number of paths that were not checked yet
+	// Results counts the paths by result: ok, waiting (not checked yet), unknown, or the part that is broken. Each has an
+	// entry.
+	Results map[string]int
 	// Worst are the worst paths: first the broken ones, then those with the longest round trips. It does
 	// not contain paths that were not checked yet.
 	Worst []Result
@@ -31,36 +30,28 @@ type Outcome struct {
 // Unreachable returns the number of paths that are known not to work.
 func (o Outcome) Unreachable() (n int) {
 	for _, part := range Parts() {
-		n += o.Broken[part]
+		n += o.Results[string(part)]
 	}
 	return n
-}
-
-// Results counts the paths by result: ok, waiting, unknown, or the part that is broken.
-func (o Outcome) Results() map[string]int {
-	results := map[string]int{"ok": o.OK, "waiting": o.Waiting}
-	for part, n := range o.Broken {
-		results[string(part)] = n
-	}
-	return results
 }
 
 // outcome summarizes results, which it may reorder. The field Worst gets at most as many paths as the parameter
 // worst says.
 func outcome(results []Result, worst int) Outcome {
-	o := Outcome{Paths: len(results), Broken: map[Part]int{}}
+	const ok, waiting = "ok", "waiting"
+	o := Outcome{Results: map[string]int{ok: 0, waiting: 0}}
 	for _, part := range append(Parts(), Unknown) {
-		o.Broken[part] = 0
+		o.Results[string(part)] = 0
 	}
 
 	for _, r := range results {
 		switch {
 		case r.Checked.IsZero():
-			o.Waiting++
+			o.Results[waiting]++
 		case r.OK:
-			o.OK++
+			o.Results[ok]++
 		default:
-			o.Broken[r.Broken]++
+			o.Results[string(r.Broken)]++
 		}
 	}
 	if worst == 0 {

@@ -65,11 +65,10 @@ type Config struct {
 type Prober struct {
 	Config
 	member *member // of Limit
-	// Tests replace send, ping, probe and diagnose. Limit applies to each packet: start waits for it before
+	// Tests replace send, probe and diagnose. Limit applies to each packet: start waits for it before
 	// the first packet of a probe, and probe and diagnose obey it for all others. If retry is set, probe
 	// sends a second packet when the first one is not answered.
-	send     sender // sends all packets except for those of ping
-	ping     func(ctx context.Context, dst netip.Addr, path ping.Path, timeout time.Duration) (time.Duration, error)
+	send     sender
 	probe    func(ctx context.Context, p Path, retry bool) (Verdict, error)
 	diagnose func(context.Context, Path) Verdict
 	slots    [2]chan struct{} // limit the checks at the same time: first of paths that are not broken, second of broken ones
@@ -107,8 +106,7 @@ func NewProber(c Config) *Prober {
 	}
 	p.pinger.Heard = p.hear
 
-	p.send = sender{wait: c.Limit.Wait, ping: ping.Ping, knock: knock}
-	p.ping = p.pinger.Ping
+	p.send = sender{wait: c.Limit.Wait, ping: p.pinger.Ping, knock: knock}
 	p.probe = func(ctx context.Context, path Path, retry bool) (Verdict, error) {
 		dst := c.Network.end(path.Subnet)
 		way := ping.Path{Size: c.Network.mtu(path), Whole: true}
@@ -116,10 +114,10 @@ func NewProber(c Config) *Prober {
 			way.Note = p.note(path)
 		}
 
-		rtt, err := p.ping(ctx, dst, way, answerTimeout)
-		if err != nil && retry && p.send.await(ctx) == nil { // the first packet may wait for neighbour resolution
+		rtt, err := p.send.ping(ctx, dst, way, answerTimeout)
+		if err != nil && retry && p.send.wait(ctx) == nil { // the first packet may wait for neighbour resolution
 			way.Note = p.note(path)
-			rtt, err = p.ping(ctx, dst, way, answerTimeout)
+			rtt, err = p.send.ping(ctx, dst, way, answerTimeout)
 		}
 
 		if err == nil {

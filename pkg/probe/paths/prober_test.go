@@ -105,6 +105,14 @@ func (w *network) longestPause(begin time.Time, p Path) time.Duration {
 	return longest
 }
 
+// number returns the number of paths that a prober checks.
+func number(o Outcome) (n int) {
+	for _, one := range o.Results {
+		n += one
+	}
+	return n
+}
+
 // expectRate expects at most Rate packets a second, and Rate more, because the limit permits as many at once
 // when a prober starts.
 func expectRate(t *testing.T, packets int, took time.Duration) {
@@ -131,7 +139,7 @@ func TestRate(t *testing.T) {
 					}
 				}
 				expectRate(t, w.packets, time.Since(begin))
-				if o := p.Outcome(0); o.OK != o.Paths || o.Paths == 0 {
+				if o := p.Outcome(0); o.Results["ok"] != number(o) || number(o) == 0 {
 					t.Errorf("%+v, want all paths ok", o)
 				}
 			})
@@ -148,7 +156,7 @@ func TestTCPIsProbed(t *testing.T) {
 			Own: []netip.Prefix{subnet(0)}, Network: Network{BackendType: "vxlan", MTU: 1450, Devices: true}, Limit: NewLimit(),
 			Peers: func(context.Context) ([]Peer, bool) { return peers(n), true },
 		})
-		p.ping = func(ctx context.Context, _ netip.Addr, _ ping.Path, _ time.Duration) (time.Duration, error) {
+		p.send.ping = func(ctx context.Context, _ netip.Addr, _ ping.Path, _ time.Duration) (time.Duration, error) {
 			return time.Millisecond, wait.For(ctx, time.Millisecond)
 		}
 		p.send.knock = func(context.Context, netip.Addr) error { knocks.Add(1); return nil }
@@ -168,9 +176,9 @@ func TestTCPIsProbed(t *testing.T) {
 // The packets of probes and diagnoses together must stay below the rate, and all paths must get a verdict.
 func TestRateOfDiagnoses(t *testing.T) {
 	const n, most = 300, 1300
-	for part, answers := range map[Part]func(dst netip.Addr, o ping.Options) bool{
-		Underlay: func(netip.Addr, ping.Options) bool { return false },
-		MTU:      func(_ netip.Addr, o ping.Options) bool { return o.Size <= most },
+	for part, answers := range map[Part]func(size int) bool{
+		Underlay: func(int) bool { return false },
+		MTU:      func(size int) bool { return size <= most },
 	} {
 		t.Run(string(part), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -180,24 +188,21 @@ func TestRateOfDiagnoses(t *testing.T) {
 					Own: []netip.Prefix{subnet(0)}, Network: Network{BackendType: "vxlan", MTU: 1450, Devices: true}, Limit: NewLimit(),
 					Peers: func(context.Context) ([]Peer, bool) { return peers(n), true },
 				})
-				p.send.ping = func(ctx context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
+				p.send.ping = func(ctx context.Context, _ netip.Addr, way ping.Path, timeout time.Duration) (time.Duration, error) {
 					if n := packets.Add(1); float64(n) > Rate*(time.Since(begin).Seconds()+1) {
 						t.Errorf("%d packets in %s, want at most %d a second", n, time.Since(begin), Rate)
 					}
-					if answers(dst, o) {
+					if answers(way.Size) {
 						return time.Millisecond, nil
 					}
-					if err := wait.For(ctx, o.Timeout); err != nil {
+					if err := wait.For(ctx, timeout); err != nil {
 						return 0, err
 					}
 					return 0, errors.New("no answer")
 				}
-				p.ping = func(ctx context.Context, dst netip.Addr, way ping.Path, timeout time.Duration) (time.Duration, error) {
-					return p.send.ping(ctx, dst, ping.Options{Size: way.Size, Timeout: timeout})
-				}
-				p.send.knock = func(_ context.Context, dst netip.Addr) error {
+				p.send.knock = func(context.Context, netip.Addr) error {
 					packets.Add(1)
-					if answers(dst, ping.Options{Size: smallPacket}) {
+					if answers(smallPacket) {
 						return nil
 					}
 					return errors.New("no answer")
@@ -206,7 +211,7 @@ func TestRateOfDiagnoses(t *testing.T) {
 				var wg sync.WaitGroup
 				wg.Go(func() { p.Run(ctx) })
 				time.Sleep(20 * time.Minute)
-				if o := p.Outcome(0); o.Broken[part] != n {
+				if o := p.Outcome(0); o.Results[string(part)] != n {
 					t.Errorf("%+v, want %d paths whose %s is broken", o, n, part)
 				}
 				if got := float64(packets.Load()) / time.Since(begin).Seconds(); got < Rate/4 {
@@ -265,8 +270,8 @@ func TestSplitWithSeveralNetworks(t *testing.T) {
 		b := second.prober(t, 2000, Config{Limit: limit})
 		time.Sleep(3 * round)
 		for _, p := range []*Prober{a, b} {
-			if o := p.Outcome(0); o.Paths < 900 || o.Paths > 1100 {
-				t.Errorf("%d paths are checked, want about half of 2000", o.Paths)
+			if n := number(p.Outcome(0)); n < 900 || n > 1100 {
+				t.Errorf("%d paths are checked, want about half of 2000", n)
 			}
 		}
 	})
@@ -310,8 +315,8 @@ func TestBreakAndHeal(t *testing.T) {
 			t.Helper()
 			mu.Lock()
 			defer mu.Unlock()
-			if o := p.Outcome(3); o.OK != ok || o.Broken[Tunnel] != broken || len(changed) != reports {
-				t.Errorf("%s: %d ok, %d broken, %d reports, want %d, %d, %d", when, o.OK, o.Broken[Tunnel], len(changed), ok, broken, reports)
+			if o := p.Outcome(3); o.Results["ok"] != ok || o.Results[string(Tunnel)] != broken || len(changed) != reports {
+				t.Errorf("%s: %d ok, %d broken, %d reports, want %d, %d, %d", when, o.Results["ok"], o.Results[string(Tunnel)], len(changed), ok, broken, reports)
 			}
 			changed = nil
 		}
@@ -380,7 +385,7 @@ func TestPeersUnknown(t *testing.T) {
 		time.Sleep(leastRound) // the present round began when the peers were known
 		w.setBroken(Tunnel, path(2))
 		time.Sleep(2 * leastRound)
-		if o := p.Outcome(1); o.OK != 2 || len(o.Worst) != 1 || o.Worst[0].Path != path(2) {
+		if o := p.Outcome(1); o.Results["ok"] != 2 || len(o.Worst) != 1 || o.Worst[0].Path != path(2) {
 			t.Errorf("%+v, want 2 paths ok, and the one that has broken", o)
 		}
 	})

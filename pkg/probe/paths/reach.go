@@ -40,29 +40,21 @@ func (t Target) String() string {
 }
 
 // Reach tries what passes from the network namespace of this process to a target: small pings, pings of size bytes and
-// TCP, or with a port only a TCP connection. Large packets are sent as pods send TCP: if a router reports a smaller
-// MTU, the next one is smaller. Verdict.Path is empty. It needs CAP_NET_RAW.
+// TCP, or with a port only a TCP connection. Verdict.Path is empty. It needs CAP_NET_RAW.
 func Reach(ctx context.Context, p *ping.Pinger, t Target, size int) Verdict {
 	if t.Port != 0 {
 		return connect(ctx, t)
 	}
-	s := sender{knock: knock, ping: func(ctx context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
-		return p.Ping(ctx, dst, ping.Path{Size: o.Size}, o.Timeout)
-	}}
-
-	r := s.reach(ctx, t.Addr, size)
-	v := Verdict{OK: r.broken == "", RTT: r.rtt, Broken: r.broken, Largest: r.largest}
+	v, err := sender{wait: freely, ping: p.Ping, knock: knock, likeTCP: true}.reach(ctx, t.Addr, size)
 	switch {
 	case ctx.Err() != nil:
 		v = Verdict{Broken: Unknown, Advice: "the check was interrupted"}
-	case r.filtered:
-		v.Advice = filteredText
-	case r.broken == Tunnel:
-		v.Advice = r.err.Error()
-	case r.broken == MTU:
-		v.Advice = fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not (%v)", r.largest, size, r.err)
-	case r.broken == Checksum:
-		v.Advice = fmt.Sprintf("pings pass, TCP does not (%v)", r.err)
+	case v.Broken == Tunnel:
+		v.Advice = err.Error()
+	case v.Broken == MTU:
+		v.Advice = fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not (%v)", v.Largest, size, err)
+	case v.Broken == Checksum:
+		v.Advice = fmt.Sprintf("pings pass, TCP does not (%v)", err)
 	}
 	return v
 }

@@ -78,8 +78,24 @@ func (m *Matrix) parse(i int, body []byte) (r row, err error) {
 	case a.Paths == nil:
 		return row{held: a.held()}, errNoProbes
 	}
-	r = row{held: a.held(), cells: make([]cell, len(m.Hosts)), advice: map[int]unique.Handle[string]{}}
+	r = m.newRow(a.held())
 	return r, eachPath(a.Paths.Worst, func(p status.Path) error { return m.add(&r, i, p) })
+}
+
+// Set records the paths of host i. If one is wrong, Set records the reason.
+func (m *Matrix) Set(i int, all []status.Path) {
+	r := m.newRow("")
+	for _, p := range all {
+		if err := m.add(&r, i, p); err != nil {
+			m.Fail(i, err)
+			return
+		}
+	}
+	m.rows[i] = r
+}
+
+func (m *Matrix) newRow(held string) row {
+	return row{held: held, cells: make([]cell, len(m.Hosts)), advice: map[int]unique.Handle[string]{}}
 }
 
 // eachPath calls f with each path of a list in JSON. It ends with the first error, and adds the number of

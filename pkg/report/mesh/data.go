@@ -26,21 +26,17 @@ type Data struct {
 
 // HostData is a host, with the numbers of its paths.
 type HostData struct {
-	Key       string       `json:"key"` // of its lease
-	Name      string       `json:"name"`
-	PublicIPs []netip.Addr `json:"publicIPs"`
-	Problem   string       `json:"problem,omitempty"` // why no paths are known from this host; empty if they are known
-	From      Counts       `json:"from"`              // paths from this host, as it sees them
-	To        Counts       `json:"to"`                // paths to this host, as the others see them
+	Host
+	Problem string `json:"problem,omitempty"` // why no paths are known from this host; empty if they are known
+	From    Counts `json:"from"`              // paths from this host, as it sees them
+	To      Counts `json:"to"`                // paths to this host, as the others see them
 }
 
 // CellData is the path from one host to another, as the first one sees it.
 type CellData struct {
-	From   string  `json:"from"` // name
-	To     string  `json:"to"`
-	Result Result  `json:"result"`
-	RTT    float64 `json:"rttMilliseconds,omitempty"`
-	Advice string  `json:"advice,omitempty"`
+	From string `json:"from"` // name
+	To   string `json:"to"`
+	Cell
 }
 
 // Data returns the matrix for programs.
@@ -48,11 +44,10 @@ func (m *Matrix) Data() Data {
 	s := m.Summary()
 	d := Data{Paths: s.Counts, Hosts: []HostData{}, Broken: []CellData{}}
 	for i, h := range m.Hosts {
-		one := HostData{Key: h.Key, Name: h.Name, PublicIPs: h.PublicIPs, Problem: m.Problem(i), From: s.From[i], To: s.To[i]}
-		if one.PublicIPs == nil {
-			one.PublicIPs = []netip.Addr{}
+		if h.PublicIPs == nil {
+			h.PublicIPs = []netip.Addr{}
 		}
-		d.Hosts = append(d.Hosts, one)
+		d.Hosts = append(d.Hosts, HostData{h, m.Problem(i), s.From[i], s.To[i]})
 	}
 
 	for _, p := range m.Broken(MaxBroken) {
@@ -74,5 +69,5 @@ func (m *Matrix) Data() Data {
 }
 
 func (m *Matrix) data(p Pair) CellData {
-	return CellData{From: m.Hosts[p.From].Name, To: m.Hosts[p.To].Name, Result: p.Result, RTT: p.RTT, Advice: p.Advice}
+	return CellData{m.Hosts[p.From].Name, m.Hosts[p.To].Name, p.Cell}
 }

@@ -27,9 +27,9 @@ import (
 
 // Host is a row and a column of a Matrix.
 type Host struct {
-	Key       string // of its lease
-	Name      string // for people
-	PublicIPs []netip.Addr
+	Key       string       `json:"key"`  // of its lease
+	Name      string       `json:"name"` // for people
+	PublicIPs []netip.Addr `json:"publicIPs"`
 }
 
 // Result is the result of the check of a path. If the path is broken, it is the broken part, a paths.Part.
@@ -47,12 +47,12 @@ func (r Result) Broken() bool { return r != OK && r != Unknown }
 // Cell is what one host knows of the paths to another one. If there is a path in each address family, Cell
 // describes the worse one.
 type Cell struct {
-	Result Result
-	RTT    float64 // in milliseconds; zero unless the path works
-	Advice string  // one line for operators
+	Result Result  `json:"result"`
+	RTT    float64 `json:"rttMilliseconds,omitempty"` // zero unless the path works
+	Advice string  `json:"advice,omitempty"`          // one line for operators
 }
 
-// Matrix is what all hosts know of their paths. Different goroutines may call Answer and Fail for different
+// Matrix is what all hosts know of their paths. Different goroutines may call Answer, Set and Fail for different
 // hosts. All other methods may be called only after these calls have returned.
 type Matrix struct {
 	Hosts []Host

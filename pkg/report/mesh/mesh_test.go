@@ -40,7 +40,7 @@ func hosts(n int) []mesh.Host {
 
 // path returns the status of the path to host i. The path works if broken is empty. rtt is in milliseconds.
 func path(i int, broken string, rtt float64) status.Path {
-	return status.Path{Peer: key(i), Subnet: netip.MustParsePrefix("10.5.1.0/24"), OK: broken == "", Broken: broken, RTT: rtt}
+	return status.Path{Peer: key(i), Subnet: netip.MustParsePrefix("10.5.1.0/24"), Outcome: status.Outcome{OK: broken == "", Broken: broken, RTT: rtt}}
 }
 
 // answer returns the status of host i in JSON, with the given paths.
@@ -274,6 +274,19 @@ func parse(t *testing.T, svg []byte) picture {
 		t.Errorf("%d elements are not closed", depth)
 	}
 	return p
+}
+
+// TestSet checks that paths count like those of an answer, and that a wrong one is the problem of its host.
+func TestSet(t *testing.T) {
+	m := mesh.New(hosts(3))
+	m.Set(0, []status.Path{path(1, "", 2), path(2, "mtu", 0)})
+	m.Set(1, []status.Path{path(0, "invented", 0)})
+	if fast, broken := m.Cell(0, 1), m.Cell(0, 2); fast != (mesh.Cell{Result: mesh.OK, RTT: 2}) || broken != (mesh.Cell{Result: "mtu"}) || m.Problem(0) != "" {
+		t.Errorf("%+v, %+v, problem %q", fast, broken, m.Problem(0))
+	}
+	if got := m.Problem(1); !strings.HasPrefix(got, `the result is "invented"`) {
+		t.Errorf("the problem is %q", got)
+	}
 }
 
 // TestSVG compares a picture with the golden file, and its cells with those of the mesh.

@@ -162,141 +162,112 @@ func (m *Metrics) Firewall(repaired bool, err error) {
 // collector turns Values into metrics.
 type collector struct{ read func(context.Context) Values }
 
-// gauge describes the metric of one of the Values. Its kind is gauge or counter.
-type gauge struct {
-	*prometheus.Desc
-	kind prometheus.ValueType
-}
-
-func describe(kind prometheus.ValueType, name, help string, labels ...string) gauge {
-	return gauge{prometheus.NewDesc("flannel_"+name, help, labels, nil), kind}
-}
-
-// gauges returns the descriptions of all Values, by a name of this package. It builds them
-// at each call, so that no package variable is needed. Calls are rare.
-func gauges() map[string]gauge {
-	g := prometheus.GaugeValue
-	return map[string]gauge{
-		"build":    describe(g, "build_info", "Always 1; the labels say which flanneld this is.", "version", "goversion"),
-		"backend":  describe(g, "backend_info", "Always 1; the labels give the backend and how it carries packets.", "type", "mode"),
-		"ready":    describe(g, "ready", "1 while /readyz answers 200. If it is 0, its body gives the reasons."),
-		"peers":    describe(g, "peers", "Other hosts by how this host serves them: served, held although the store no longer contains them, or refused for a reason in the log.", "state"),
-		"objects":  describe(g, "kernel_objects", "Kernel objects that are wanted and present. If it stays below flannel_kernel_objects_wanted, see the log.", "kind"),
-		"wanted":   describe(g, "kernel_objects_wanted", "Kernel objects that should be present.", "kind"),
-		"lastSync": describe(g, "last_sync_timestamp_seconds", "When the kernel last matched the leases. If that is long ago, /readyz and the log give the reason."),
-		"store":    describe(g, "datastore_connected", "1 while etcd or the Kubernetes API answers. Otherwise traffic continues, but changes of leases do not arrive."),
-		"lease":    describe(g, "lease_expiry_timestamp_seconds", "When this host's lease expires unless it is renewed. If it comes near, the store does not accept renewals."),
-		"pool":     describe(g, "pool_subnets", "Subnets of the configured range by state. If none is free, no host can join.", "state"),
-		"restart":  describe(g, "restart_needed", "1 if the network configuration was deleted or, with --follow-config=false, has changed: flanneld keeps the old one until it is restarted."),
-		"rejected": describe(g, "config_rejected", "1 while this host cannot use the network configuration in the datastore and continues with its own. flannelctl status and the log give the reason."),
-		"paths":    describe(g, "paths", "Paths to other hosts by the result of the last probe: ok, or the part that does not work. Needs --probe. flannelctl status names the hosts.", "result"),
-		"broken":   describe(g, "unreachable_peers", "Paths to other hosts that do not work, with --probe. flannelctl status names the hosts and what to look at."),
-		"narrow":   describe(g, "narrow_paths", "Paths to other hosts that carry only packets smaller than the MTU of the device, with Backend.MTU \"probe\". flannelctl status names the hosts: repair the MTU of the network between them."),
-		"carried":  describe(g, "migration_peers", "Other hosts by the backend that carries the packets to them during a migration: present or next. If some stay with the present one, flannelctl migrate status gives the reason.", "backend"),
-		"dropped": describe(prometheus.CounterValue, "udp_dropped_packets_total",
-			"Packets that the udp backend dropped, by reason.", "reason"),
-		"cloudCalls": describe(prometheus.CounterValue, "cloud_calls_total",
-			"Calls of the cloud's API. If throttled ones keep growing, raise --resync; for denied ones the log names the permission.", "call", "result"),
-		"cloudRoutes":   describe(g, "cloud_routes", "Routes of a route table that count towards its quota.", "table", "family"),
-		"cloudQuota":    describe(g, "cloud_routes_quota", "Routes that the cloud allows in a table. Absent until a table has refused a route of the family.", "table", "family"),
-		"cloudPeers":    describe(g, "cloud_peers", "Other hosts by what carries the packets to them: the cloud, or the tunnel of Backend.Overflow. If some stay with the tunnel, flannelctl status gives the reason.", "by"),
-		"locationPeers": describe(g, "location_peers", "Other hosts by the backend that carries the packets to them, with Backend.SameLocation. If one at the location of this host is not served inside, flannelctl status gives the reason.", "backend"),
-		"cloudGood":     describe(g, "cloud_last_good_timestamp_seconds", "When a comparison last found or put the cloud's routes to this host in order. If that is long ago, /readyz and the log give the reason."),
-	}
-}
-
-// Describe implements prometheus.Collector.
-func (*collector) Describe(ch chan<- *prometheus.Desc) {
-	for _, g := range gauges() {
-		ch <- g.Desc
-	}
-}
+// Describe implements prometheus.Collector. It describes nothing, because Collect names the metrics.
+func (*collector) Describe(chan<- *prometheus.Desc) {}
 
 // Collect implements prometheus.Collector.
 func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	ctx, cancel := context.WithTimeout(context.Background(), readTimeout)
 	defer cancel()
 	values := c.read(ctx)
-	all := gauges()
-	set := func(name string, value float64, labels ...string) {
-		//nolint:promlinter // promlinter does not find the description; a test lints the names
-		ch <- prometheus.MustNewConstMetric(all[name].Desc, all[name].kind, value, labels...)
+	counter := func(name, help string, labels ...string) metric {
+		return metric{ch, prometheus.NewDesc("flannel_"+name, help, labels, nil), prometheus.CounterValue}
+	}
+	gauge := func(name, help string, labels ...string) metric {
+		return metric{ch, prometheus.NewDesc("flannel_"+name, help, labels, nil), prometheus.GaugeValue}
 	}
 
-	at := func(name string, t time.Time) {
-		if !t.IsZero() {
-			set(name, float64(t.UnixMilli())/1000)
-		}
-	}
-
-	set("build", 1, version.Version, runtime.Version())
+	gauge("build_info", "Always 1; the labels say which flanneld this is.", "version", "goversion").
+		set(1, version.Version, runtime.Version())
 	if values.Backend != "" {
-		set("backend", 1, values.Backend, values.Mode)
+		gauge("backend_info", "Always 1; the labels give the backend and how it carries packets.", "type", "mode").
+			set(1, values.Backend, values.Mode)
 	}
 
-	set("ready", number(values.Ready))
-	set("store", number(values.Connected))
-	set("restart", number(values.RestartNeeded))
-	set("rejected", number(values.ConfigRejected))
-	at("lastSync", values.LastSync)
-	at("lease", values.LeaseExpires)
-	for state, n := range values.Peers {
-		set("peers", float64(n), state)
-	}
+	gauge("ready", "1 while /readyz answers 200. If it is 0, its body gives the reasons.").flag(values.Ready)
+	gauge("datastore_connected", "1 while etcd or the Kubernetes API answers. Otherwise traffic continues, but changes of leases do not arrive.").flag(values.Connected)
+	gauge("restart_needed", "1 if the network configuration was deleted or, with --follow-config=false, has changed: flanneld keeps the old one until it is restarted.").flag(values.RestartNeeded)
+	gauge("config_rejected", "1 while this host cannot use the network configuration in the datastore and continues with its own. flannelctl status and the log give the reason.").flag(values.ConfigRejected)
+	gauge("last_sync_timestamp_seconds", "When the kernel last matched the leases. If that is long ago, /readyz and the log give the reason.").time(values.LastSync)
+	gauge("lease_expiry_timestamp_seconds", "When this host's lease expires unless it is renewed. If it comes near, the store does not accept renewals.").time(values.LeaseExpires)
+
+	each(values.Peers, gauge("peers", "Other hosts by how this host serves them: served, held although the store no longer contains them, or refused for a reason in the log.", "state"))
 	if values.Peers != nil {
-		set("narrow", float64(values.NarrowPaths))
+		gauge("narrow_paths", "Paths to other hosts that carry only packets smaller than the MTU of the device, with Backend.MTU \"probe\". flannelctl status names the hosts: repair the MTU of the network between them.").
+			set(float64(values.NarrowPaths))
 	}
 
+	objects := gauge("kernel_objects", "Kernel objects that are wanted and present. If it stays below flannel_kernel_objects_wanted, see the log.", "kind")
+	wanted := gauge("kernel_objects_wanted", "Kernel objects that should be present.", "kind")
 	for kind, n := range values.Objects {
-		set("objects", float64(n.Present), kind)
-		set("wanted", float64(n.Wanted), kind)
+		objects.set(float64(n.Present), kind)
+		wanted.set(float64(n.Wanted), kind)
 	}
 
-	for state, n := range values.Pool {
-		set("pool", float64(n), state)
-	}
+	each(values.Pool, gauge("pool_subnets", "Subnets of the configured range by state. If none is free, no host can join.", "state"))
 	if values.Paths != nil {
-		for result, n := range values.Paths.Results() {
-			set("paths", float64(n), result)
-		}
-		set("broken", float64(values.Paths.Unreachable()))
+		each(values.Paths.Results, gauge("paths", "Paths to other hosts by the result of the last probe: ok, or the part that does not work. Needs --probe. flannelctl status names the hosts.", "result"))
+		gauge("unreachable_peers", "Paths to other hosts that do not work, with --probe. flannelctl status names the hosts and what to look at.").
+			set(float64(values.Paths.Unreachable()))
 	}
 
-	for backend, n := range values.Carried {
-		set("carried", float64(n), backend)
-	}
-	for reason, n := range values.Dropped {
-		set("dropped", float64(n), reason)
-	}
-
-	for backend, n := range values.LocationPeers {
-		set("locationPeers", float64(n), backend)
-	}
-	for by, n := range values.CloudPeers {
-		set("cloudPeers", float64(n), by)
-	}
+	each(values.Carried, gauge("migration_peers", "Other hosts by the backend that carries the packets to them during a migration: present or next. If some stay with the present one, flannelctl migrate status gives the reason.", "backend"))
+	each(values.Dropped, counter("udp_dropped_packets_total", "Packets that the udp backend dropped, by reason.", "reason"))
+	each(values.LocationPeers, gauge("location_peers", "Other hosts by the backend that carries the packets to them, with Backend.SameLocation. If one at the location of this host is not served inside, flannelctl status gives the reason.", "backend"))
+	each(values.CloudPeers, gauge("cloud_peers", "Other hosts by what carries the packets to them: the cloud, or the tunnel of Backend.Overflow. If some stay with the tunnel, flannelctl status gives the reason.", "by"))
 	if values.Cloud == nil {
 		return
 	}
 
-	at("cloudGood", values.Cloud.Good)
+	gauge("cloud_last_good_timestamp_seconds", "When a comparison last found or put the cloud's routes to this host in order. If that is long ago, /readyz and the log give the reason.").time(values.Cloud.Good)
+	calls := counter("cloud_calls_total", "Calls of the cloud's API. If throttled ones keep growing, raise --resync; for denied ones the log names the permission.", "call", "result")
 	for _, c := range values.Cloud.Calls {
-		set("cloudCalls", float64(c.N), c.Name, c.Result)
+		calls.set(float64(c.N), c.Name, c.Result)
 	}
 
+	used := gauge("cloud_routes", "Routes of a route table that count towards its quota.", "table", "family")
+	quota := gauge("cloud_routes_quota", "Routes that the cloud allows in a table. Absent until a table has refused a route of the family.", "table", "family")
 	for _, t := range values.Cloud.Tables {
 		for family, n := range t.Used {
-			set("cloudRoutes", float64(n), t.ID, family.String())
+			used.set(float64(n), t.ID, family.String())
 		}
 		for family, n := range t.Quota {
-			set("cloudQuota", float64(n), t.ID, family.String())
+			quota.set(float64(n), t.ID, family.String())
 		}
 	}
 }
 
-func number(b bool) float64 {
+// metric is a metric whose values go to a scrape.
+type metric struct {
+	to   chan<- prometheus.Metric
+	desc *prometheus.Desc
+	kind prometheus.ValueType
+}
+
+// set sends a value, with the values of the labels.
+func (m metric) set(value float64, labels ...string) {
+	//nolint:promlinter // promlinter does not find the description; a test lints the names
+	m.to <- prometheus.MustNewConstMetric(m.desc, m.kind, value, labels...)
+}
+
+func (m metric) flag(b bool) {
 	if b {
-		return 1
+		m.set(1)
+	} else {
+		m.set(0)
 	}
-	return 0
+}
+
+// time sends a time unless it is not known.
+func (m metric) time(t time.Time) {
+	if !t.IsZero() {
+		m.set(float64(t.UnixMilli()) / 1000)
+	}
+}
+
+// each sends the values of a metric that has one label.
+func each[N int | uint64](values map[string]N, m metric) {
+	for label, n := range values {
+		m.set(float64(n), label)
+	}
 }

@@ -37,7 +37,7 @@ func full(context.Context) metrics.Values {
 		Ready: true, Backend: "vxlan", Peers: map[string]int{"served": 3, "refused": 1},
 		Objects: map[string]dataplane.Count{"route": {Wanted: 4, Present: 3}}, LastSync: time.Unix(1000, 5e8),
 		Connected: true, LeaseExpires: time.Unix(2000, 0), Pool: map[string]uint64{"free": 9},
-		RestartNeeded: true, ConfigRejected: true, Dropped: map[string]uint64{"malformed": 2}, Carried: map[string]int{"present": 1, "next": 4}, Paths: &paths.Outcome{OK: 3, Broken: map[paths.Part]int{paths.MTU: 2, paths.Unknown: 1}},
+		RestartNeeded: true, ConfigRejected: true, Dropped: map[string]uint64{"malformed": 2}, Carried: map[string]int{"present": 1, "next": 4}, Paths: &paths.Outcome{Results: map[string]int{"ok": 3, "mtu": 2, "unknown": 1}},
 		CloudPeers: map[string]int{"cloud": 2, "tunnel": 1}, LocationPeers: map[string]int{"host-gw": 3, "wireguard": 4},
 		Cloud: &cloud.Report{
 			Good: time.Unix(3000, 0), Calls: []cloud.CallCount{{Name: "CreateRoute", Result: "ok", N: 4}},

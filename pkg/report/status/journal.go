@@ -58,8 +58,7 @@ func (j *Journal) Logger(to logr.Logger) logr.Logger {
 }
 
 // tee is a log sink that writes to the journal and to another sink. It adds a frame to the
-// call stack. below makes the other sink skip that frame, so that log lines still name the
-// caller.
+// call stack, which the other sink must skip, so that log lines still name the caller.
 type tee struct {
 	logr.LogSink
 	journal *Journal
@@ -68,11 +67,15 @@ type tee struct {
 
 // WithCallDepth implements logr.CallDepthLogSink.
 func (t *tee) WithCallDepth(depth int) logr.LogSink {
-	below := t.LogSink
-	if d, ok := below.(logr.CallDepthLogSink); ok {
-		below = d.WithCallDepth(depth)
+	return &tee{LogSink: deeper(t.LogSink, depth), journal: t.journal, values: t.values}
+}
+
+// deeper makes a sink skip frames of the call stack, if it can.
+func deeper(sink logr.LogSink, frames int) logr.LogSink {
+	if d, ok := sink.(logr.CallDepthLogSink); ok {
+		return d.WithCallDepth(frames)
 	}
-	return &tee{LogSink: below, journal: t.journal, values: t.values}
+	return sink
 }
 
 func (t *tee) WithValues(kv ...any) logr.LogSink {
@@ -89,7 +92,7 @@ func (t *tee) Info(level int, msg string, kv ...any) {
 	if level == 0 {
 		t.journal.add(Event{Time: time.Now(), Text: text(msg, nil, t.values, kv)})
 	}
-	t.below().Info(level, msg, kv...)
+	deeper(t.LogSink, 1).Info(level, msg, kv...)
 }
 
 func (t *tee) Error(err error, msg string, kv ...any) {
@@ -98,15 +101,7 @@ func (t *tee) Error(err error, msg string, kv ...any) {
 		err = errors.New(oneline.Cut(err.Error()))
 	}
 	t.journal.add(Event{Time: time.Now(), Error: true, Text: text(msg, err, t.values, kv)})
-	t.below().Error(err, msg, kv...)
-}
-
-// below returns the other sink, adjusted for the frame that tee adds to the call stack.
-func (t *tee) below() logr.LogSink {
-	if d, ok := t.LogSink.(logr.CallDepthLogSink); ok {
-		return d.WithCallDepth(1)
-	}
-	return t.LogSink
+	deeper(t.LogSink, 1).Error(err, msg, kv...)
 }
 
 // short returns kv with the beginning of each value that is too long, because values may come from other

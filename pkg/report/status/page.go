@@ -10,7 +10,6 @@ import (
 	"maps"
 	"net/url"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 )
@@ -75,7 +74,7 @@ func bad(condition bool) markup {
 func page(r Report) markup {
 	content := tag(`<div id="facts">%s</div>`, networks(r.Networks))
 	if len(r.Networks) == 0 {
-		content = tag(`<div id="facts">%s%s%s</div>%s`, cards(r), paths(r), sharedAddresses(r.SharedPublicIPs), peers(r))
+		content = tag(`<div id="facts">%s%s%s</div>%s`, cards(r), pathsOf(r), sharedAddresses(r.SharedPublicIPs), peers(r))
 	}
 
 	return tag(`<!doctype html>
@@ -271,7 +270,7 @@ func cloud(now time.Time, c Cloud) markup {
 	return tag("<dt>Cloud</dt><dd>last in order %s%s%s</dd>\n", ago(now, c.LastGood), routes, overflow)
 }
 
-func paths(r Report) markup {
+func pathsOf(r Report) markup {
 	if r.Paths == nil {
 		return ""
 	}
@@ -283,13 +282,9 @@ func paths(r Report) markup {
 	}
 
 	rows := each(r.Paths.Worst, "", func(p Path) markup {
-		result := p.Broken
-		if p.OK {
-			result = "ok"
-		}
 		return tag(`<tr><td data-name="Path to">%s</td><td data-name="Public IP">%s</td><td data-name="Result" class="%s">%s</td>`+
 			`<td data-name="Round trip">%s</td><td data-name="Since">%s</td><td data-name="Advice">%s</td></tr>`+"\n",
-			p.Subnet, p.PublicIP, class(levelOf(result)), result, when(p.RTT != 0, "%s ms", strconv.FormatFloat(p.RTT, 'f', 2, 64)), ago(r.Now, p.Since), p.Text())
+			p.Subnet, p.PublicIP, class(levelOf(p.Result())), p.Result(), p.RoundTrip(), ago(r.Now, p.Since), p.Text())
 	})
 
 	return tag(`<h2>Paths to peers</h2>

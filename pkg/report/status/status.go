@@ -5,12 +5,16 @@
 package status
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"os"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/version"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/kernel/underlay"
+	"github.com/flanneld/flanneld/pkg/probe/paths"
 )
 
 // Report describes a daemon at one moment. Its JSON is a stable interface: fields may be
@@ -60,7 +64,7 @@ func NewReport(started time.Time, j *Journal, store string) Report {
 		Interface: Interface{Addresses: []Address{}},
 		Lease:     Lease{Subnets: []netip.Prefix{}, PublicIPs: []netip.Addr{}},
 		Datastore: Datastore{Kind: store},
-		Kernel:    Kernel{Objects: map[string]Count{}},
+		Kernel:    Kernel{Objects: map[string]dataplane.Count{}},
 		Peers:     []Peer{},
 		Events:    j.Events(),
 	}
@@ -156,18 +160,7 @@ type Interface struct {
 	Reason    string    `json:"reason"`
 	Addresses []Address `json:"addresses"`
 	// Candidates are all interfaces of the host, best first.
-	Candidates []Candidate `json:"candidates,omitempty"`
-}
-
-// Candidate is an interface with what speaks for and against it as the external interface.
-type Candidate struct {
-	Name      string       `json:"name"`
-	Addresses []netip.Addr `json:"addresses"` // global ones
-	Chosen    bool         `json:"chosen"`
-	For       []string     `json:"for,omitempty"`
-	Against   []string     `json:"against,omitempty"`
-	// Never says why only --iface chooses the interface; it is empty for other ones.
-	Never string `json:"never,omitempty"`
+	Candidates []underlay.Candidate `json:"candidates,omitempty"`
 }
 
 // Address is an address of the interface, and the address that peers send to.
@@ -207,14 +200,7 @@ type Kernel struct {
 	Error    string    `json:"error,omitempty"`
 	// Objects counts the wanted and the present objects by kind: link, address,
 	// neighbour, fdb, route.
-	Objects map[string]Count `json:"objects,omitempty"`
-}
-
-// Count is how many kernel objects of a kind are wanted and how many of these are
-// present.
-type Count struct {
-	Wanted  int `json:"wanted"`
-	Present int `json:"present"`
+	Objects map[string]dataplane.Count `json:"objects,omitempty"`
 }
 
 // State says whether and how this host serves a peer.
@@ -269,16 +255,42 @@ type Path struct {
 	Peer     string       `json:"peer"` // key of the peer's lease
 	Subnet   netip.Prefix `json:"subnet"`
 	PublicIP netip.Addr   `json:"publicIP"`
-	OK       bool         `json:"ok"`
-	RTT      float64      `json:"rttMilliseconds,omitempty"`
-	Broken   string       `json:"broken,omitempty"`  // the part that does not work
-	Largest  int          `json:"largest,omitempty"` // size in bytes of the largest packet that passes, if Broken is mtu
-	Advice   string       `json:"advice,omitempty"`
+	Outcome
 	// OneWay says that this host's packets to the peer are lost, and those of the peer arrive. If it is false,
 	// a path that does not work may fail in both directions, or only in the other one.
 	OneWay  bool      `json:"oneWay,omitempty"`
 	Checked time.Time `json:"checked"`
 	Since   time.Time `json:"since"` // when OK last changed
+}
+
+// Outcome is what passes on a path.
+type Outcome struct {
+	OK      bool    `json:"ok"`
+	RTT     float64 `json:"rttMilliseconds,omitempty"`
+	Broken  string  `json:"broken,omitempty"`  // the part that does not work
+	Largest int     `json:"largest,omitempty"` // size in bytes of the largest packet that passes, if Broken is mtu
+	Advice  string  `json:"advice,omitempty"`
+}
+
+// OutcomeOf converts a verdict.
+func OutcomeOf(v paths.Verdict) Outcome {
+	return Outcome{OK: v.OK, RTT: float64(v.RTT) / float64(time.Millisecond), Broken: string(v.Broken), Largest: v.Largest, Advice: v.Advice}
+}
+
+// Result returns ok, the part that does not work, or unknown.
+func (o Outcome) Result() string {
+	if o.OK {
+		return "ok"
+	}
+	return cmp.Or(o.Broken, string(paths.Unknown))
+}
+
+// RoundTrip returns the time of a round trip, or "" if it is not known.
+func (o Outcome) RoundTrip() string {
+	if o.RTT <= 0 {
+		return ""
+	}
+	return fmt.Sprintf("%.2f ms", o.RTT)
 }
 
 // Text returns the advice, after the direction if that is known.

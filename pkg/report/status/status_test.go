@@ -27,6 +27,7 @@ import (
 	"github.com/google/go-cmp/cmp/cmpopts"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
@@ -39,7 +40,7 @@ func report() status.Report {
 		Interface: status.Interface{Name: "eth0", Index: 2, MTU: 1500, Reason: "default route", Addresses: []status.Address{{Local: netip.MustParseAddr("192.168.77.1"), Public: netip.MustParseAddr("192.0.2.1")}}},
 		Lease:     status.Lease{Key: "10.5.1.0-24", Subnets: []netip.Prefix{subnet}, Expires: now.Add(23 * time.Hour)},
 		Datastore: status.Datastore{Kind: "etcd", Since: now.Add(-90 * time.Second), Error: "connection refused"},
-		Kernel:    status.Kernel{LastSync: now.Add(-3 * time.Second), Objects: map[string]status.Count{"route": {Wanted: 2, Present: 1}}},
+		Kernel:    status.Kernel{LastSync: now.Add(-3 * time.Second), Objects: map[string]dataplane.Count{"route": {Wanted: 2, Present: 1}}},
 		Peers: []status.Peer{
 			{Lease: status.Lease{Key: "10.5.2.0-24", Subnets: []netip.Prefix{peer}, PublicIPs: []netip.Addr{netip.MustParseAddr("192.168.77.2")}, Type: "vxlan"}, State: status.Missing,
 				Objects: []status.Object{{Text: "route 10.5.2.0/24 via 10.5.2.0 dev flannel.1"}, {Text: "neighbour 10.5.2.0", Present: true}}},

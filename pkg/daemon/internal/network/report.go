@@ -4,9 +4,9 @@ package network
 
 import (
 	"context"
+	"maps"
 	"math"
 	"net/netip"
-	"time"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
@@ -170,9 +170,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	since, err := o.ready.health.Part(partDatastore)
 	r.Datastore.Since, r.Datastore.Connected = since, !since.IsZero() && err == nil
 	r.Datastore.Error, r.Kernel.Error = oneline.Text(err), oneline.Text(in.Err)
-	for kind, c := range in.Counts {
-		r.Kernel.Objects[kind] = status.Count(c)
-	}
+	maps.Copy(r.Kernel.Objects, in.Counts)
 	if s := o.serving.Load(); s != nil && s.prober != nil {
 		worst := worstPaths
 		if q.AllPaths {
@@ -182,10 +180,10 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	}
 	if in.Cloud != nil {
 		r.Network.Cloud = statusCloud(*in.Cloud)
-		r.Network.Cloud.Overflow = (*status.Overflow)(in.Overflow)
+		r.Network.Cloud.Overflow = in.Overflow
 	}
 
-	r.Network.Location = (*status.Location)(in.Location)
+	r.Network.Location = in.Location
 	for _, shared := range in.Shared {
 		r.SharedPublicIPs = append(r.SharedPublicIPs, status.SharedPublicIP{PublicIP: shared.PublicIP, Leases: shared.Keys})
 	}
@@ -194,9 +192,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 		return r, nil
 	}
 
-	for _, c := range o.candidates(ctx) {
-		r.Interface.Candidates = append(r.Interface.Candidates, status.Candidate(c))
-	}
+	r.Interface.Candidates = o.candidates(ctx)
 	for _, p := range in.Peers {
 		r.Peers = append(r.Peers, statusPeer(p))
 	}
@@ -227,11 +223,10 @@ func (o reporter) firewall() (f status.Firewall) {
 const worstPaths = 20
 
 func statusPaths(o paths.Outcome) *status.Paths {
-	s := &status.Paths{Results: o.Results(), Worst: []status.Path{}}
+	s := &status.Paths{Results: o.Results, Worst: []status.Path{}}
 	for _, r := range o.Worst {
 		s.Worst = append(s.Worst, status.Path{
-			Peer: r.Peer, Subnet: r.Subnet, PublicIP: r.PublicIP, OK: r.OK, RTT: float64(r.RTT) / float64(time.Millisecond),
-			Broken: string(r.Broken), Largest: r.Largest, Advice: r.Advice, OneWay: r.OneWay, Checked: r.Checked, Since: r.Since,
+			Peer: r.Peer, Subnet: r.Subnet, PublicIP: r.PublicIP, Outcome: status.OutcomeOf(r.Verdict), OneWay: r.OneWay, Checked: r.Checked, Since: r.Since,
 		})
 	}
 	return s
