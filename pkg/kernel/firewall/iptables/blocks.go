@@ -64,7 +64,7 @@ func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 	}
 
 	for _, at := range []struct{ table, hook string }{{"raw", first}, {"mangle", first}, {"mangle", last}, {"filter", last}} {
-		o := d[at.table].follow(at.hook, func(c condition) answer { return meets(c, p) }, nil)
+		o := d[at.table].follow(at.hook, p, nil)
 		b := firewall.Block{Packet: p, Table: at.table, Chain: o.chain, Rule: strings.TrimSpace(o.rule.spec), Doubtful: o.doubtful}
 		if o.verdict == unknown && policyOf(text, at.table, at.hook) == "DROP" {
 			b.Chain = at.hook
@@ -90,9 +90,9 @@ func policyOf(text, table, chain string) string {
 func meets(c condition, p firewall.Packet) answer {
 	switch c.option {
 	case "-s":
-		return covers(c.value, prefix.Host(p.Src))
+		return covers(c.value, p.Src)
 	case "-d":
-		return covers(c.value, prefix.Host(p.Dst))
+		return covers(c.value, p.Dst)
 	case "-i":
 		return matchesDevice(c.value, p.In)
 	case "-o":

@@ -4,7 +4,6 @@ package iptables
 
 import (
 	"context"
-	"net/netip"
 	"slices"
 	"strings"
 
@@ -30,17 +29,20 @@ func Docker(ctx context.Context, b firewall.DockerBridge) (cut firewall.DockerCu
 	return cut, nil
 }
 
-// dockerCut follows a packet from another host to the containers behind b.
+// dockerCut follows packets from another host to containers behind b.
 func dockerCut(d dump, b firewall.DockerBridge) (cut firewall.DockerCut) {
-	o := d["filter"].follow("FORWARD", packet{DockerBridge: b, dst: b.Subnet, routed: true}.meets, nil)
-	cut.Forward = o.verdict == no && strings.HasPrefix(o.chain, dockerChains) && !acceptsMark(d["filter"])
+	cut.Forward = !acceptsMark(d["filter"]) && b.Drops(b.Container(), func(p firewall.Packet) bool {
+		o := d["filter"].follow("FORWARD", p, nil)
+		return o.verdict == no && strings.HasPrefix(o.chain, dockerChains)
+	})
 
 	// Docker creates a rule for the address of each running container, so follow a packet to each.
 	for _, r := range d["raw"]["PREROUTING"] {
 		for _, c := range conditions(r) {
 			if to, ok := match(c.value, c.not); c.option == "-d" && ok && !to.Not && prefix.Contains(b.Subnet, to.Prefix) {
-				o := d["raw"].follow("PREROUTING", packet{DockerBridge: b, dst: to.Prefix}.meets, nil)
-				cut.Direct = cut.Direct || o.verdict == no
+				cut.Direct = cut.Direct || b.Drops(to.Prefix.Addr(), func(p firewall.Packet) bool {
+					return d["raw"].follow("PREROUTING", p, nil).verdict == no
+				})
 			}
 		}
 	}
@@ -54,33 +56,4 @@ func acceptsMark(filter chains) bool {
 	return slices.ContainsFunc(filter["DOCKER-FORWARD"], func(r rule) bool {
 		return r.target == "ACCEPT" && slices.ContainsFunc(conditions(r), func(c condition) bool { return c.option == "--mark" && !c.not })
 	})
-}
-
-// packet is the first packet of a connection from another host to any port. It arrives on
-// another interface than the bridge.
-type packet struct {
-	firewall.DockerBridge
-	dst    netip.Prefix
-	routed bool // the routing decision is made: it leaves through the bridge
-}
-
-// meets ignores the "!" of a condition.
-func (p packet) meets(c condition) answer {
-	switch {
-	case c.option == "-s":
-		return covers(c.value, p.Network)
-	case c.option == "-d":
-		return covers(c.value, p.dst)
-	case c.option == "-i" && c.value == p.Name:
-		return no
-	case c.option == "-i" && slices.Contains(p.From, c.value):
-		return yes
-	case c.option == "-o" && p.routed:
-		return is(c.value == p.Name)
-	case c.option == "--ctstate":
-		return is(slices.Contains(strings.Split(c.value, ","), "NEW"))
-	case c.option == "--comment":
-		return yes
-	}
-	return unknown
 }

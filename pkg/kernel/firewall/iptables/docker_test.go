@@ -52,7 +52,7 @@ func TestDockerCut(t *testing.T) {
 		want   firewall.DockerCut
 	}{
 		"Docker 29":                {want: firewall.DockerCut{Direct: true, Forward: true}},
-		"another bridge":           {bridge: "docker1", want: firewall.DockerCut{}},
+		"another bridge":           {bridge: "docker1", want: firewall.DockerCut{Direct: true}}, // the rule in raw drops what does not come from docker0
 		"direct routing allowed":   {change: []string{rawDrop, ""}, want: firewall.DockerCut{Forward: true}},
 		"accepted before":          {change: []string{rawDrop, "-A PREROUTING -s 10.0.0.0/8 -j ACCEPT\n" + rawDrop}, want: firewall.DockerCut{Forward: true}},
 		"container of another":     {change: []string{rawDrop, "-A PREROUTING -d 172.17.0.2/32 ! -i docker0 -j DROP\n"}, want: firewall.DockerCut{Forward: true}},

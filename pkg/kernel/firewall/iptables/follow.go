@@ -7,7 +7,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 )
 
 // answer says whether a packet meets a condition or passes a chain. It is unknown if the
@@ -60,16 +60,16 @@ type outcome struct {
 	doubtful bool
 }
 
-// follow returns what becomes of a packet in the chain called name. through are the chains that led to
-// this one, so that a loop of chains ends.
-func (c chains) follow(name string, meets meetsFunc, through []string) (o outcome) {
+// follow returns what becomes of p in the chain called name. through are the chains that led to this one,
+// so that a loop of chains ends.
+func (c chains) follow(name string, p firewall.Packet, through []string) (o outcome) {
 	if slices.Contains(through, name) {
 		return o
 	}
 
 	for _, r := range c[name] {
 		_, jump := c[r.target]
-		met := meets.all(r)
+		met := meetsAll(r, p)
 		if met == no {
 			continue
 		}
@@ -87,7 +87,7 @@ func (c chains) follow(name string, meets meetsFunc, through []string) (o outcom
 			return o
 		}
 
-		inner := c.follow(r.target, meets, append(through, name))
+		inner := c.follow(r.target, p, append(through, name))
 		inner.doubtful = inner.doubtful || o.doubtful
 		if inner.verdict != unknown {
 			return inner
@@ -97,14 +97,11 @@ func (c chains) follow(name string, meets meetsFunc, through []string) (o outcom
 	return o
 }
 
-// meetsFunc returns whether a packet meets a condition, without its "!".
-type meetsFunc func(condition) answer
-
-// all reports whether the packet meets all conditions of a rule.
-func (m meetsFunc) all(r rule) answer {
+// meetsAll reports whether the packet meets all conditions of a rule.
+func meetsAll(r rule, p firewall.Packet) answer {
 	all := yes
 	for _, c := range conditions(r) {
-		a := m(c)
+		a := meets(c, p)
 		if c.not && a != unknown {
 			a = yes + no - a
 		}
@@ -125,17 +122,11 @@ func is(met bool) answer {
 	return no
 }
 
-// covers reports whether the network in text contains all addresses of p (yes) or none of them (no).
-func covers(text string, p netip.Prefix) answer {
+// covers reports whether the network in text contains a.
+func covers(text string, a netip.Addr) answer {
 	m, ok := match(text, false)
 	if !ok {
 		return unknown
 	}
-	if prefix.Contains(m.Prefix, p) {
-		return yes
-	}
-	if !m.Prefix.Overlaps(p) {
-		return no
-	}
-	return unknown // some of them
+	return is(m.Prefix.Contains(a))
 }

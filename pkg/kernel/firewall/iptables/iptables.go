@@ -59,8 +59,7 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 	// Do not run a program if nothing is wanted and no tables exist, because the program
 	// would create them.
 	wanted := table.Wanted()
-	nothing := func() bool { return !wanted && len(legacyTables(f)) == 0 }
-	if a.programs.variant == Legacy && nothing() {
+	if !wanted && !a.programs.variant.hasTables(f) {
 		return false, nil
 	}
 
@@ -71,7 +70,7 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 	if err != nil {
 		return false, err
 	}
-	if !k.nft && nothing() {
+	if !wanted && !k.nft && !Legacy.hasTables(f) {
 		return false, nil
 	}
 

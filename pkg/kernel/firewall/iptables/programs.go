@@ -17,6 +17,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall/nftables"
 )
 
 // runTimeout limits the run time of a program, including the wait for the lock.
@@ -51,6 +52,21 @@ func (v Variant) Present() bool {
 func installed(program string) bool {
 	_, err := exec.LookPath(program)
 	return err == nil
+}
+
+// hasTables reports whether there are tables that the programs of the variant change. It returns true for
+// Default, of which that is not known.
+func (v Variant) hasTables(f prefix.Family) bool {
+	switch v {
+	case Legacy:
+		return len(legacyTables(f)) > 0
+	case NFT:
+		return slices.ContainsFunc(Tables(), func(name string) bool {
+			there, err := nftables.HasTable(f, name)
+			return err == nil && there
+		})
+	}
+	return true
 }
 
 func families() []prefix.Family { return []prefix.Family{prefix.IPv4, prefix.IPv6} }

@@ -50,9 +50,6 @@ func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]i
 		}
 
 		l := leftover{name: v.Program(prefix.IPv4), applier: iptables.New(v)}
-		if v == iptables.NFT {
-			l.applier = ifTables{l.applier}
-		}
 		for _, n := range gone.Former {
 			if variants[prefix.FamilyOf(n.Addr())] != v {
 				l.gone.Former = append(l.gone.Former, n)
@@ -67,19 +64,4 @@ func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]i
 		all = append(all, leftover{string(NFTables), nftables.New(), gone})
 	}
 	return all
-}
-
-// ifTables runs no program unless nftables contains a table with a name that iptables uses.
-type ifTables struct{ firewall.Applier }
-
-// Apply implements firewall.Applier.
-func (a ifTables) Apply(ctx context.Context, policies ...firewall.Policy) (bool, error) {
-	for _, name := range iptables.Tables() {
-		for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-			if there, err := nftables.HasTable(f, name); err == nil && there {
-				return a.Applier.Apply(ctx, policies...)
-			}
-		}
-	}
-	return false, nil
 }

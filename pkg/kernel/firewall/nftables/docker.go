@@ -3,12 +3,12 @@
 package nftables
 
 import (
-	"errors"
 	"net/netip"
-	"slices"
 
+	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
 
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 )
@@ -25,82 +25,58 @@ const (
 // network from the containers behind b. The result is zero if Docker has no rules in
 // nftables.
 func Docker(b firewall.DockerBridge) (cut firewall.DockerCut, err error) {
-	c, err := dial(prefix.FamilyOf(b.Subnet.Addr()))
+	c, err := nftables.New()
 	if err != nil {
 		return cut, err
 	}
-	defer c.close()
+	f := prefix.FamilyOf(b.Subnet.Addr())
+	chains, err := c.ListChainsOfTableFamily(nftables.TableFamily(protocol(f)))
+	if lacksNFTables(err) {
+		return cut, nil
+	}
+	if err != nil {
+		return cut, err
+	}
 
-	for range attempts {
-		if cut, err = c.docker(b); !errors.Is(err, errRaced) {
-			break
+	var errs []error
+	drops := func(chain *nftables.Chain, dst netip.Addr) bool {
+		return b.Drops(dst, func(p firewall.Packet) bool {
+			o, err := follower{conn: c, chains: chains, packet: p, raw: encodePacket(p)}.follow(chain, 0)
+			errs = append(errs, err)
+			return o.fate == dropped && !o.doubtful // an earlier rule may accept the marks that an operator sets
+		})
+	}
+
+	for _, chain := range chains {
+		switch {
+		case chain.Table.Name != dockerTable:
+		case chain.Name == dockerForward+b.Name:
+			cut.Forward = drops(chain, b.Container())
+		case chain.Name == dockerRaw:
+			rules, err := c.GetRules(chain.Table, chain)
+			errs = append(errs, err)
+			for _, dst := range destinations(f, rules) { // of running containers
+				cut.Direct = cut.Direct || b.Subnet.Contains(dst) && drops(chain, dst)
+			}
 		}
 	}
-	return cut, err
+	return cut, oneline.Join(errs...)
 }
 
-func (c *conn) docker(b firewall.DockerBridge) (cut firewall.DockerCut, err error) {
-	raw, err := c.dockerRules(dockerRaw)
-	if err != nil {
-		return cut, err
-	}
-	cut.Direct = slices.ContainsFunc(raw, func(r dockerRule) bool {
-		return r.Name == "DROP" && r.dst.IsValid() && b.Subnet.Contains(r.dst) && !r.trusts
-	})
-
-	forward, err := c.dockerRules(dockerForward + b.Name)
-	if err != nil {
-		return cut, err
-	}
-	accepted := slices.ContainsFunc(forward, func(r dockerRule) bool { return r.Name == "ACCEPT" && (r.Always || r.mark) })
-	dropped := slices.ContainsFunc(forward, func(r dockerRule) bool { return r.Name == "DROP" && r.Always })
-	cut.Forward = dropped && !accepted
-	return cut, nil
-}
-
-func (c *conn) dockerRules(chain string) (rules []dockerRule, err error) {
-	_, exists, err := c.targets(dockerTable, chain)
-	if err != nil || !exists {
-		return nil, err
-	}
-	err = c.eachRule(dockerTable, chain, func(r ruleState) { rules = append(rules, readDockerRule(c.family, r.raw)) })
-	return rules, err
-}
-
-// dockerRule contains the parts of one of Docker's rules that matter here.
-type dockerRule struct {
-	Target
-	dst    netip.Addr // zero if the rule matches any or several addresses
-	mark   bool       // it matches packets with a mark
-	trusts bool       // it exempts a set of interfaces, which Docker trusts
-}
-
-func readDockerRule(f prefix.Family, raw []byte) dockerRule {
-	r := dockerRule{Target: targetOf(f, raw)}
-	destination := false // the register contains the destination address
-	_ = eachExpression(raw, func(name string, data []byte) bool {
-		switch name {
-		case "meta":
-			var e expr.Meta
-			if expr.Unmarshal(protocol(f), data, &e) == nil && e.Key == expr.MetaKeyMARK {
-				r.mark = true
+// destinations returns the addresses that rules compare with the destination of a packet.
+func destinations(f prefix.Family, rules []*nftables.Rule) (all []netip.Addr) {
+	for _, r := range rules {
+		loaded := false // the register contains the destination
+		for _, e := range r.Exprs {
+			switch e := e.(type) {
+			case *expr.Payload:
+				loaded = e.Base == expr.PayloadBaseNetworkHeader && e.Offset == headerOf(f).dst
+			case *expr.Cmp:
+				if dst, ok := netip.AddrFromSlice(e.Data); ok && loaded {
+					all = append(all, dst)
+				}
 			}
-
-		case "lookup":
-			r.trusts = true
-		case "payload":
-			var e expr.Payload
-			destination = expr.Unmarshal(protocol(f), data, &e) == nil && e.Base == expr.PayloadBaseNetworkHeader &&
-				e.Offset == headerOf(f).dst && e.Len == headerOf(f).length
-
-		case "cmp":
-			var e expr.Cmp
-			if destination && expr.Unmarshal(protocol(f), data, &e) == nil && e.Op == expr.CmpOpEq {
-				r.dst, _ = netip.AddrFromSlice(e.Data)
-			}
-			destination = false
 		}
-		return true
-	})
-	return r
+	}
+	return all
 }
