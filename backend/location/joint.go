@@ -60,7 +60,7 @@ func (v *view) report(r dataplane.Report) dataplane.Report {
 	}
 	r.Rerouted = v.rerouted
 	v.rerouted = false
-	r.Refused = slices.DeleteFunc(r.Refused, func(refused dataplane.Refusal) bool { return !v.want.HasRoute(refused.Route) })
+	r.Refused = slices.DeleteFunc(r.Refused, func(refused dataplane.Refusal) bool { return !v.want.Has(refused.Route) })
 	return r
 }
 

@@ -43,8 +43,8 @@ type bulkStart struct {
 }
 
 // muteFrom is the least number of writes for which suspending announcements saves more than
-// it costs. The cost is that the kernel may be read once more, because after a suspension a
-// Monitor no longer knows the state of the links, and may report a loss again.
+// it costs. The cost is that the kernel may be read once more, because a new Monitor does not
+// know the state of the links, and may report a loss.
 const muteFrom = 1000
 
 // run creates the missing links in its first call. If these are all devices of the scope, the first
@@ -84,8 +84,8 @@ func (b *bulkStart) run(ctx context.Context, want State, sweep bool) (puts int, 
 		_, ops[i].Exclusive = op.Object.(Route)
 	}
 
-	if len(ops) >= muteFrom && b.cache.monitor != nil {
-		b.cache.monitor.Mute()
+	if len(ops) >= muteFrom {
+		b.cache.mute()
 	}
 	failures := write(ctx, b.cache.kernel, ops)
 	return puts + len(ops) - len(failures), false

@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"slices"
 	"time"
+
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
 // cache contains the kernel's state in the scope. A read fills it. The kernel's
@@ -15,8 +17,9 @@ import (
 type cache struct {
 	kernel  Kernel
 	scope   Scope
-	monitor Monitor // nil if every refresh reads
 	resync  time.Duration
+	monitor Monitor     // nil until listen
+	changed wait.Signal // for all monitors
 
 	State
 	valid    bool
@@ -26,32 +29,64 @@ type cache struct {
 
 func (c *cache) invalidate() { c.valid = false }
 
+// listen ensures that there is a monitor.
+func (c *cache) listen() (err error) {
+	if c.monitor != nil {
+		return nil
+	}
+	if c.monitor, err = c.kernel.Monitor(c.scope, c.changed); err != nil {
+		c.monitor = nil
+		return fmt.Errorf("listen to kernel changes: %w", err)
+	}
+	return nil
+}
+
+// mute closes the monitor, so that the kernel announces nothing. The next refresh listens again, and
+// reads.
+func (c *cache) mute() {
+	c.invalidate()
+	c.rerouted = true
+	_ = c.close()
+}
+
+func (c *cache) close() error {
+	if c.monitor == nil {
+		return nil
+	}
+	err := c.monitor.Close()
+	c.monitor = nil
+	return err
+}
+
 // refresh brings the cache up to date, by the announced events or by a read. changed contains what
 // other programs have changed, as far as events tell. all is true after a read, because then any
 // object may have changed. After an error the cache is invalid.
-func (c *cache) refresh(ctx context.Context, scope Scope) (changed Keys, all bool, err error) {
-	if c.monitor != nil {
-		events, rerouted, lost := c.monitor.Drain()
-		c.rerouted = c.rerouted || rerouted
-		if lost {
-			c.invalidate()
-		}
+func (c *cache) refresh(ctx context.Context, scope Scope) (changed keys, all bool, err error) {
+	changed = keys{}
+	if err := c.listen(); err != nil {
+		return changed, true, err
+	}
 
-		for _, e := range events {
-			if c.valid && c.applyEvent(e) {
-				changed.Add(e.Object)
-			}
+	events, rerouted, lost := c.monitor.Drain()
+	c.rerouted = c.rerouted || rerouted
+	if lost {
+		c.invalidate()
+	}
+
+	for _, e := range events {
+		if c.valid && c.applyEvent(e) {
+			changed.add(e.Object)
 		}
-		if c.valid && time.Now().Before(c.until) {
-			return changed, false, nil
-		}
+	}
+	if c.valid && time.Now().Before(c.until) {
+		return changed, false, nil
 	}
 
 	c.invalidate()
 	if c.State, err = c.kernel.Read(ctx, scope); err != nil {
 		return changed, true, fmt.Errorf("read kernel state: %w", err)
 	}
-	c.valid = c.monitor != nil
+	c.valid = true
 	c.until = time.Now().Add(c.resync * 4 / 5) // the caller's timer may end a fifth of resync early, see Config.Resync
 	return changed, true, nil
 }

@@ -7,6 +7,8 @@ import (
 	"net/netip"
 
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
 // Kernel reads and changes the network state of an operating system.
@@ -26,8 +28,9 @@ type Kernel interface {
 	// chosen, such as NexthopID, into the objects of ops. The caller needs them for its
 	// cache, because a Monitor need not announce the caller's own writes.
 	Apply(ctx context.Context, ops []Op) []OpError
-	// Monitor starts to listen to changes in the scope. The caller closes the monitor.
-	Monitor(s Scope) (Monitor, error)
+	// Monitor starts to listen to changes in the scope. changed receives when there may be
+	// announcements to drain. The caller closes the monitor.
+	Monitor(s Scope, changed wait.Signal) (Monitor, error)
 	// OnLink returns the device whose directly connected network contains dst: the device
 	// of the route to dst, if that route has no gateway. It returns "" if dst is an address of
 	// this host, unreachable or behind a gateway, or if the route has several next hops or its
@@ -65,16 +68,12 @@ type Event struct {
 // receive the caller's own writes. The announcement of a write is available to Drain as
 // soon as the kernel has acknowledged the write.
 type Monitor interface {
-	// Ready returns a channel that receives when there may be announcements to drain.
-	Ready() <-chan struct{}
 	// Drain returns the events since the last call, in order. lost means that some events
 	// are missing, or that no event can describe what has happened, for example that a
 	// link went down and the kernel deleted its routes. A cached state is invalid then.
 	// rerouted means that another program may have changed routes, addresses or links,
 	// inside or outside of the scope. OnLink may then return another result.
 	Drain() (events []Event, rerouted, lost bool)
-	// Mute suspends announcements until the next Drain. That Drain reports lost.
-	Mute()
 	// Close ends the monitor.
 	Close() error
 }

@@ -179,7 +179,7 @@ func TestAddState(t *testing.T) {
 func TestRemoveRoute(t *testing.T) {
 	s := stateOf(route)
 	s.Remove(route.Standby())
-	if !s.HasRoute(route) {
+	if !s.Has(route) {
 		t.Error("the route was removed, want it to stay beside a removed route with another metric")
 	}
 	s.Add(route, route.Standby())

@@ -5,13 +5,14 @@ package dataplane
 import (
 	"context"
 	"errors"
-	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
 	"time"
 
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
 // Report is the result of Reconcile or Update. Puts and Deletes count the changes that they
@@ -60,8 +61,7 @@ type Config struct {
 	Scope  Scope
 	// Resync is the interval of full reads: the first pass after four fifths of Resync reads
 	// the whole state again. The caller should start a pass about every Resync, with a
-	// jitter of at most a fifth. If Resync is zero, every pass reads the kernel, and Changed
-	// announces nothing.
+	// jitter of at most a fifth.
 	Resync time.Duration
 }
 
@@ -73,8 +73,8 @@ type Reconciler struct {
 	dropped  []Route            // recorded routes that are no longer wanted
 
 	want  State
-	dirty Keys // where want and the kernel's state may differ
-	gone  Keys // where to sweep even if the next Reconcile or Update does not
+	dirty keys // where want and the kernel's state may differ
+	gone  keys // where to sweep even if the next Reconcile or Update does not
 	all   bool // want and the kernel's state may differ everywhere
 	swept bool // the last Reconcile that succeeded swept, so nothing is left to delete
 
@@ -86,41 +86,26 @@ type Reconciler struct {
 }
 
 // NewReconciler returns a Reconciler, which the caller closes. It returns an error only if
-// Kernel.Monitor does. It does not call Kernel.Monitor if Config.Resync is zero.
+// Kernel.Monitor does.
 func NewReconciler(c Config) (*Reconciler, error) {
 	r := &Reconciler{
-		cache:    cache{kernel: c.Kernel, scope: c.Scope, resync: c.Resync},
-		recorded: map[Route]struct{}{}, want: NewState(), all: true,
+		cache:    cache{kernel: c.Kernel, scope: c.Scope, resync: c.Resync, changed: wait.NewSignal()},
+		recorded: map[Route]struct{}{}, want: NewState(), dirty: keys{}, gone: keys{}, all: true,
 		refused: map[Route]Refusal{}, unreachable: map[Route]Refusal{}, logged: map[taken]time.Time{},
 	}
-	if c.Resync > 0 {
-		monitor, err := c.Kernel.Monitor(c.Scope)
-		if err != nil {
-			return nil, fmt.Errorf("listen to kernel changes: %w", err)
-		}
-		r.cache.monitor = monitor
-	}
 	r.start = bulkStart{cache: &r.cache}
+	if err := r.cache.listen(); err != nil {
+		return nil, err
+	}
 	return r, nil
 }
 
 // Close ends the monitor. It does not change the kernel.
-func (r *Reconciler) Close() error {
-	if r.cache.monitor == nil {
-		return nil
-	}
-	return r.cache.monitor.Close()
-}
+func (r *Reconciler) Close() error { return r.cache.close() }
 
 // Changed returns a channel that receives when the kernel may have announced a change. The
-// caller should then call Reconcile or Update. Changed returns nil if Config.Resync is
-// zero.
-func (r *Reconciler) Changed() <-chan struct{} {
-	if r.cache.monitor == nil {
-		return nil
-	}
-	return r.cache.monitor.Ready()
-}
+// caller should then call Reconcile or Update.
+func (r *Reconciler) Changed() <-chan struct{} { return r.cache.changed }
 
 // Record makes the Reconciler responsible for the routes of s, on any device and even if
 // another program created them: the next sweep deletes those that are not wanted.
@@ -139,7 +124,7 @@ func (r *Reconciler) record(route Route) {
 // Has reports whether the kernel has o, according to the cache. A route counts if it
 // forwards packets as o does, see Route.same. Any other object must have all attributes of
 // o, except that the checksum offload does not count if o is a link with OffloadAuto.
-func (r *Reconciler) Has(o Object) bool { return r.cache.has(o) }
+func (r *Reconciler) Has(o Object) bool { return r.cache.serves(o) }
 
 // Count contains the numbers of wanted and present objects of one kind.
 type Count struct {
@@ -152,14 +137,14 @@ type Count struct {
 // kind of which none is wanted.
 func (r *Reconciler) Counts() map[string]Count {
 	counts := map[string]Count{}
-	r.want.each(func(o Object) {
+	for o := range r.want.All() {
 		c := counts[kind(o)]
 		c.Wanted++
-		if r.cache.has(o) {
+		if r.Has(o) {
 			c.Present++
 		}
 		counts[kind(o)] = c
-	})
+	}
 	return counts
 }
 
@@ -200,16 +185,22 @@ func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep 
 
 	r.want.Remove(removed...)
 	r.want.Add(added...)
-	r.dirty.Add(removed...)
-	r.dirty.Add(added...)
+	for _, o := range slices.Concat(removed, added) {
+		r.dirty.add(o)
+		if _, ok := o.(Link); ok { // objects disappear with their link
+			r.all = true
+		}
+	}
 	return r.converge(ctx, sweep)
 }
 
 // SweepAt makes the next Reconcile or Update delete the objects that have the keys of objects and are not
 // wanted, even if that call does not sweep. If that call fails, the one after it does so.
 func (r *Reconciler) SweepAt(objects ...Object) {
-	r.gone.Add(objects...)
-	r.dirty.Add(objects...)
+	for _, o := range objects {
+		r.gone.add(o)
+		r.dirty.add(o)
+	}
 }
 
 // converge repeats passes until one finds no change to make.
@@ -220,7 +211,7 @@ func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 	}
 
 	for route := range r.unreachable { // try again
-		addKey(&r.dirty.dsts, route.Dst)
+		r.dirty.add(route)
 	}
 	clear(r.unreachable)
 
@@ -228,8 +219,7 @@ func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 	report.Puts = puts
 	r.all = r.all || read
 
-	var named Keys // places that the caller has named
-	named.merge(r.dirty)
+	named := maps.Clone(r.dirty) // places that the caller has named
 	everywhere := r.all
 	for range passes {
 		drifted, all, err := r.cache.refresh(ctx, r.cache.scope)
@@ -256,15 +246,15 @@ func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 
 // plan returns the changes of the next pass. It compares only the places where want and the kernel's
 // state may differ. drifted are those that other programs have changed.
-func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
-	r.dirty.merge(drifted)
+func (r *Reconciler) plan(drifted keys, sweep bool) Changes {
+	maps.Copy(r.dirty, drifted)
 	have := r.cache.State
 	want := r.want
-	if r.all || len(r.dirty.links) > 0 { // objects disappear with their link
+	if r.all {
 		clear(r.refused)
 	} else {
-		have = have.Only(r.dirty)
-		want = want.Only(r.dirty)
+		have = have.only(r.dirty)
+		want = want.only(r.dirty)
 		maps.DeleteFunc(r.refused, func(route Route, _ Refusal) bool { return r.dirty.has(route) })
 	}
 
@@ -281,7 +271,7 @@ func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 
 // planGone returns the deletes that SweepAt has asked for and that are not in ops.
 func (r *Reconciler) planGone(ops []Op) []Op {
-	all := Plan(r.cache.Only(r.gone), r.want.Only(r.gone), r.cache.scope, r.recorded, true).Ops
+	all := Plan(r.cache.only(r.gone), r.want.only(r.gone), r.cache.scope, r.recorded, true).Ops
 	return slices.DeleteFunc(all, func(op Op) bool { return !r.gone.has(op.Object) || slices.Contains(ops, op) })
 }
 
@@ -309,8 +299,8 @@ func (r *Reconciler) finish(report *Report, sweep bool) {
 	if sweep {
 		r.dropped = nil
 	}
-	r.dirty = Keys{}
-	r.gone = Keys{}
+	clear(r.dirty)
+	clear(r.gone)
 	r.all = false
 	r.swept = sweep
 

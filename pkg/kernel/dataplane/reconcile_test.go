@@ -19,6 +19,7 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/textlogger"
 
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 )
@@ -134,7 +135,7 @@ func TestAdopted(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		return s.HasRoute(theirs)
+		return s.Has(theirs)
 	}
 	for i, step := range []struct {
 		want         dataplane.State
@@ -193,7 +194,7 @@ func TestAdoptedOnce(t *testing.T) {
 			r := dataplanetest.NewReconciler(t, k, time.Hour)
 			there := func() bool {
 				s, err := k.Read(t.Context(), dataplanetest.Scope())
-				return err == nil && s.HasRoute(theirs)
+				return err == nil && s.Has(theirs)
 			}
 			if _, err := r.Reconcile(silentContext(t), stateOf(), true); err != nil {
 				t.Fatal(err)
@@ -236,7 +237,7 @@ func TestUpdateKeepsAdopted(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if s, err := k.Read(t.Context(), dataplanetest.Scope()); err != nil || s.HasRoute(theirs) {
+	if s, err := k.Read(t.Context(), dataplanetest.Scope()); err != nil || s.Has(theirs) {
 		t.Errorf("the adopted route is there (%v), want it deleted", err)
 	}
 }
@@ -311,6 +312,7 @@ func TestSweepAt(t *testing.T) {
 type silentKernel struct {
 	*dataplanetest.Kernel
 	silent bool
+	events []dataplane.Event // to be announced
 	reads  int
 	err    error // of reads
 }
@@ -328,8 +330,8 @@ func (k *silentKernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.S
 	return k.Kernel.Read(ctx, s)
 }
 
-func (k *silentKernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
-	m, err := k.Kernel.Monitor(s)
+func (k *silentKernel) Monitor(s dataplane.Scope, changed wait.Signal) (dataplane.Monitor, error) {
+	m, err := k.Kernel.Monitor(s, changed)
 	return silentMonitor{m, k}, err
 }
 
@@ -337,6 +339,8 @@ func (m silentMonitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	if events, rerouted, lost = m.Monitor.Drain(); m.kernel.silent {
 		return nil, false, false
 	}
+	events = append(events, m.kernel.events...)
+	m.kernel.events = nil
 	return events, rerouted, lost
 }
 
@@ -359,9 +363,7 @@ func TestResync(t *testing.T) {
 		}
 		k.silent = false
 		k.reads = 0
-		if err := k.RemoveNexthop(99); err != nil {
-			t.Fatal(err)
-		}
+		k.events = []dataplane.Event{{Nexthop: 99}}
 		if report, err := r.Update(silentContext(t), nil, nil, true); err != nil || report.Puts > 0 || k.reads > 0 {
 			t.Errorf("%d puts after %d reads (%v), want none", report.Puts, k.reads, err)
 		}
@@ -470,8 +472,9 @@ func TestRerouted(t *testing.T) {
 // monitoredKernel is a kernel that fails to start a monitor, or counts the monitors that are open.
 type monitoredKernel struct {
 	dataplane.Kernel
-	err  error
-	open int
+	err error
+
+	open, started int
 }
 
 type countedMonitor struct {
@@ -479,12 +482,13 @@ type countedMonitor struct {
 	kernel *monitoredKernel
 }
 
-func (k *monitoredKernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
+func (k *monitoredKernel) Monitor(s dataplane.Scope, changed wait.Signal) (dataplane.Monitor, error) {
 	if k.err != nil {
 		return nil, k.err
 	}
 	k.open++
-	m, err := k.Kernel.Monitor(s)
+	k.started++
+	m, err := k.Kernel.Monitor(s, changed)
 	return countedMonitor{m, k}, err
 }
 
@@ -493,21 +497,19 @@ func (m countedMonitor) Close() error {
 	return m.Monitor.Close()
 }
 
-// TestMonitorOfReconciler checks that a Reconciler has a monitor only if Resync is set, closes it, and
-// returns the error of its start.
+// TestMonitorOfReconciler checks that a Reconciler has a monitor from its start on, another one after the
+// many writes of a start, and none after Close, and that it returns the error of a start.
 func TestMonitorOfReconciler(t *testing.T) {
 	k := &monitoredKernel{Kernel: dataplanetest.New()}
-	for _, resync := range []time.Duration{0, time.Hour} {
-		r, err := dataplane.NewReconciler(dataplane.Config{Kernel: k, Scope: dataplanetest.Scope(), Resync: resync})
-		if err != nil {
-			t.Fatal(err)
-		}
-		if (k.open == 1) != (resync > 0) || (r.Changed() != nil) != (resync > 0) {
-			t.Errorf("resync %s: %d monitors, a channel: %t", resync, k.open, r.Changed() != nil)
-		}
-		if err := r.Close(); err != nil || k.open != 0 {
-			t.Errorf("resync %s: %d monitors after Close (%v), want none", resync, k.open, err)
-		}
+	r, err := dataplane.NewReconciler(dataplane.Config{Kernel: k, Scope: dataplanetest.Scope(), Resync: time.Hour})
+	if err != nil || k.open != 1 || k.started != 1 {
+		t.Fatalf("%d of %d monitors are open (%v), want one", k.open, k.started, err)
+	}
+	if report, err := r.Reconcile(silentContext(t), dataplanetest.Peers(300), true); err != nil || !report.Rerouted || k.open != 1 || k.started != 2 {
+		t.Errorf("%d of %d monitors are open (%v), rerouted %t; want one of two, and rerouted", k.open, k.started, err, report.Rerouted)
+	}
+	if err := r.Close(); err != nil || k.open != 0 {
+		t.Errorf("%d monitors after Close (%v), want none", k.open, err)
 	}
 	k.err = syscall.EMFILE
 	if _, err := dataplane.NewReconciler(dataplane.Config{Kernel: k, Scope: dataplanetest.Scope(), Resync: time.Hour}); !errors.Is(err, k.err) {

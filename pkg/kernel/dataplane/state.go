@@ -134,34 +134,49 @@ func (s State) usesDevices() bool {
 	return false
 }
 
-func (s State) each(f func(Object)) {
-	for _, l := range s.Links {
-		f(l)
-	}
-	for a := range s.Addrs {
-		f(a)
-	}
-	for _, n := range s.Neighs {
-		f(n)
-	}
-	for _, e := range s.FDB {
-		f(e)
-	}
-	for r := range s.AllRoutes() {
-		f(r)
+// All iterates over all objects, parents before children.
+func (s State) All() iter.Seq[Object] {
+	return func(yield func(Object) bool) {
+		more := true
+		for _, l := range s.Links {
+			more = more && yield(l)
+		}
+		for a := range s.Addrs {
+			more = more && yield(a)
+		}
+		for _, n := range s.Neighs {
+			more = more && yield(n)
+		}
+		for _, e := range s.FDB {
+			more = more && yield(e)
+		}
+		for r := range s.AllRoutes() {
+			more = more && yield(r)
+		}
 	}
 }
 
-// has accepts a route that is the same as o.
-func (s State) has(o Object) (ok bool) {
+// serves reports whether the state has o, or an object that differs from it only by what the Reconciler
+// leaves as it is.
+func (s State) serves(o Object) bool {
 	switch o := o.(type) {
 	case Link:
 		have := s.Links[o.Name]
 		if o.TxChecksum == OffloadAuto {
 			have.TxChecksum = OffloadAuto
 		}
-		ok = have == o
+		return have == o
+	case Route:
+		return slices.ContainsFunc(s.Routes[o.Dst], func(have Route) bool { return have.same(o) })
+	}
+	return s.Has(o)
+}
 
+// Has reports whether the state contains exactly o.
+func (s State) Has(o Object) (ok bool) {
+	switch o := o.(type) {
+	case Link:
+		ok = s.Links[o.Name] == o
 	case Addr:
 		_, ok = s.Addrs[o]
 	case Neigh:
@@ -169,13 +184,10 @@ func (s State) has(o Object) (ok bool) {
 	case FDB:
 		ok = s.FDB[o.FDBKey] == o
 	case Route:
-		ok = slices.ContainsFunc(s.Routes[o.Dst], func(have Route) bool { return have.same(o) })
+		ok = slices.Contains(s.Routes[o.Dst], o)
 	}
 	return ok
 }
-
-// HasRoute reports whether the state contains exactly r.
-func (s State) HasRoute(r Route) bool { return slices.Contains(s.Routes[r.Dst], r) }
 
 func (l Link) addTo(s State)  { s.Links[l.Name] = l }
 func (a Addr) addTo(s State)  { s.Addrs[a] = struct{}{} }

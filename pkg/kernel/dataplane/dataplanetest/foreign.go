@@ -3,9 +3,6 @@
 package dataplanetest
 
 import (
-	"errors"
-	"net/netip"
-	"slices"
 	"syscall"
 
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
@@ -31,7 +28,8 @@ func (k *Kernel) changeDevice(dev string, how func(*device)) error {
 	})
 }
 
-// Append implements World.
+// Append creates objects as another program, beside existing ones: a route becomes a duplicate of a route
+// with the same key.
 func (k *Kernel) Append(objects ...dataplane.Object) error {
 	return k.change(func() error {
 		for _, o := range objects {
@@ -64,32 +62,13 @@ func (k *Kernel) append(o dataplane.Object) error {
 }
 
 func (k *Kernel) appendRoute(r dataplane.Route) error {
-	if d, ok := k.devices[r.Dev]; ok && r.NexthopID != 0 && !d.carrier {
-		return syscall.ENETDOWN
-	}
-	if r.Multipath && r.Dst.Addr().Is6() {
-		r.Multipath = false
-		r.Dev = "eth0"
-		for _, gw := range []string{"fd00:77::8", "fd00:77::9"} {
-			r.Gateway = netip.MustParseAddr(gw)
-			if err := k.routes.append(r); err != nil {
-				return err
-			}
-		}
-		return nil
-	}
 	if err := k.usable(r); err != nil {
 		return err
 	}
 	return k.routes.append(r)
 }
 
-// Change implements World.
-func (k *Kernel) Change(r dataplane.Route) error {
-	return k.change(func() error { return k.putRoute(r) })
-}
-
-// Remove implements World.
+// Remove deletes objects as another program.
 func (k *Kernel) Remove(objects ...dataplane.Object) error {
 	return k.change(func() error {
 		for _, o := range objects {
@@ -99,7 +78,7 @@ func (k *Kernel) Remove(objects ...dataplane.Object) error {
 	})
 }
 
-// SetUp implements World.
+// SetUp sets a device up or down.
 func (k *Kernel) SetUp(dev string, up bool) error {
 	return k.changeDevice(dev, func(d *device) {
 		switch {
@@ -109,50 +88,4 @@ func (k *Kernel) SetUp(dev string, up bool) error {
 			k.down(d)
 		}
 	})
-}
-
-// SetCarrier implements World. When a device loses its carrier, the kernel deletes routes
-// through nexthop objects without an announcement, and keeps other routes.
-func (k *Kernel) SetCarrier(dev string, on bool) error {
-	return k.changeDevice(dev, func(d *device) {
-		d.carrier = on
-		if !on {
-			k.routes = slices.DeleteFunc(k.routes, func(r dataplane.Route) bool { return r.Dev == dev && r.NexthopID != 0 })
-			k.silent++
-		}
-	})
-}
-
-// SetARP implements World.
-func (k *Kernel) SetARP(dev string, on bool) error {
-	return k.changeDevice(dev, func(d *device) { d.noARP = !on })
-}
-
-// RemoveNexthop implements World.
-func (k *Kernel) RemoveNexthop(id uint32) error {
-	return k.change(func() error {
-		k.routes = slices.DeleteFunc(k.routes, func(r dataplane.Route) bool { return r.NexthopID == id })
-		k.nexthopsGone = append(k.nexthopsGone, id)
-		return nil
-	})
-}
-
-// Learn implements World.
-func (k *Kernel) Learn(n dataplane.Neigh) error {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	defer k.announce()
-	return k.putNeigh(n, false)
-}
-
-// AcceptRA implements World.
-func (k *Kernel) AcceptRA(dev string) (string, error) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	defer k.announce()
-	d, ok := k.devices[dev]
-	if !ok {
-		return "", errors.New("no such device")
-	}
-	return d.acceptRA, nil
 }

@@ -4,7 +4,6 @@ package dataplanetest
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -27,10 +26,6 @@ type Kernel struct {
 	monitors []*monitor
 	foreign  int // number of calls that made changes of other programs
 	silent   int // number of times that routes may have been deleted without an announcement
-	// nexthopsGone contains the ids of deleted nexthop objects, in the order of their
-	// deletion. The deletion of the objects is announced. The deletion of the IPv4 routes
-	// through them is not.
-	nexthopsGone []uint32
 }
 
 // monitor announces what other programs have changed since the last Drain, but not the steps in between. The
@@ -43,8 +38,7 @@ type monitor struct {
 	seen    dataplane.State
 	foreign int // counters of the kernel at the last Drain
 	silent  int
-	gone    int // number of deleted nexthop objects
-	muted   bool
+	gone    int               // number of deleted nexthop objects
 	events  []dataplane.Event // since the last Drain
 	lost    bool
 }
@@ -53,22 +47,15 @@ type monitor struct {
 // are in Kernel.routes.
 type device struct {
 	dataplane.Link
-	acceptRA string
-	carrier  bool
-	noARP    bool
-	addrs    []netip.Prefix
-	neighs   map[netip.Addr]neigh
-	fdb      map[dataplane.MAC]dataplane.FDB
+	addrs  []netip.Prefix
+	neighs map[netip.Addr]dataplane.MAC
+	fdb    map[dataplane.MAC]dataplane.FDB
 }
 
-type neigh struct {
-	mac       dataplane.MAC
-	permanent bool
-}
+var _ dataplane.Kernel = (*Kernel)(nil)
 
-var _ World = (*Kernel)(nil)
-
-// New returns a kernel with the device eth0 of World.
+// New returns a kernel with the device eth0, which is up and has the addresses 192.168.77.1/24 and
+// fd00:77::1/64.
 func New() *Kernel {
 	k := &Kernel{devices: map[string]*device{}}
 	eth0 := k.newDevice(dataplane.Link{Name: "eth0", Kind: "veth", MTU: 1500})
@@ -78,7 +65,7 @@ func New() *Kernel {
 }
 
 func (k *Kernel) newDevice(l dataplane.Link) *device {
-	d := &device{Link: l, acceptRA: "1", carrier: true, neighs: map[netip.Addr]neigh{}, fdb: map[dataplane.MAC]dataplane.FDB{}}
+	d := &device{Link: l, neighs: map[netip.Addr]dataplane.MAC{}, fdb: map[dataplane.MAC]dataplane.FDB{}}
 	k.devices[l.Name] = d
 	return d
 }
@@ -96,10 +83,6 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 // read is Read for a caller that holds k.mu.
 func (k *Kernel) read(s dataplane.Scope) dataplane.State {
 	state := dataplane.NewState()
-	within := func(p netip.Prefix) bool {
-		return slices.ContainsFunc(s.Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
-	}
-
 	for _, name := range s.Devices {
 		d, ok := k.devices[name]
 		if !ok {
@@ -117,14 +100,14 @@ func (k *Kernel) read(s dataplane.Scope) dataplane.State {
 		}
 
 		for _, a := range d.addrs {
-			if within(prefix.Host(a.Addr())) {
+			if s.InNetworks(prefix.Host(a.Addr())) {
 				state.Add(dataplane.Addr{Dev: name, Prefix: a})
 			}
 		}
 
-		for ip, n := range d.neighs {
-			if n.permanent && within(prefix.Host(ip)) {
-				state.Add(dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: name, IP: ip}, MAC: n.mac})
+		for ip, mac := range d.neighs {
+			if s.InNetworks(prefix.Host(ip)) {
+				state.Add(dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: name, IP: ip}, MAC: mac})
 			}
 		}
 
@@ -135,7 +118,7 @@ func (k *Kernel) read(s dataplane.Scope) dataplane.State {
 		}
 	}
 
-	for _, r := range k.routes.shown() {
+	for _, r := range k.routes {
 		if len(s.Networks) > 0 && s.Shows(r) && (!s.Connected || r.Protocol == protoKernel) {
 			state.Add(r)
 		}
@@ -187,7 +170,7 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr, external string) (str
 			best = r
 		}
 	}
-	if best.Type != dataplane.Unicast || best.Gateway.IsValid() || best.Multipath || !dataplane.IsNetwork(best.Dst) || k.devices[best.Dev].noARP ||
+	if best.Type != dataplane.Unicast || best.Gateway.IsValid() || best.Multipath || !dataplane.IsNetwork(best.Dst) ||
 		best.Dev != external && best.Protocol != protoKernel {
 		return "", nil
 	}
@@ -208,7 +191,7 @@ func (k *Kernel) put(o dataplane.Object) error {
 	case dataplane.Addr:
 		return k.putAddr(o)
 	case dataplane.Neigh:
-		return k.putNeigh(o, true)
+		return k.putNeigh(o)
 	case dataplane.FDB:
 		o.Override = false
 		return k.putFDB(o)
@@ -241,7 +224,6 @@ func (k *Kernel) putLink(want dataplane.Link) error {
 	offload := d.TxChecksum
 	d.Link = want
 	d.Up = up
-	d.acceptRA = "0"
 	if want.TxChecksum == dataplane.OffloadAuto {
 		d.TxChecksum = offload
 	}
@@ -278,12 +260,12 @@ func (k *Kernel) putAddr(a dataplane.Addr) error {
 	return nil
 }
 
-func (k *Kernel) putNeigh(n dataplane.Neigh, permanent bool) error {
+func (k *Kernel) putNeigh(n dataplane.Neigh) error {
 	d, ok := k.devices[n.Dev]
 	if !ok {
 		return syscall.ENODEV
 	}
-	d.neighs[n.IP] = neigh{n.MAC, permanent}
+	d.neighs[n.IP] = n.MAC
 	return nil
 }
 
@@ -335,36 +317,7 @@ func (k *Kernel) usable(r dataplane.Route) error {
 	if !d.Up {
 		return syscall.ENETDOWN
 	}
-	if k.noOtherHost(r) {
-		return syscall.EINVAL
-	}
 	return nil
-}
-
-// noOtherHost reports whether the kernel refuses the gateway of r because it is not another
-// host: it is the broadcast address of a network or an address of this host, on any device.
-// The kernel refuses an address of this host as an IPv4 gateway only if r is onlink, because
-// the kernel then checks what the address is, and does not look up a route to it.
-func (k *Kernel) noOtherHost(r dataplane.Route) bool {
-	for _, d := range k.devices {
-		for _, a := range d.addrs {
-			if a.Addr() == r.Gateway && (r.OnLink || r.Gateway.Is6()) || broadcast(a) == r.Gateway {
-				return r.Gateway.IsValid()
-			}
-		}
-	}
-	return false
-}
-
-// broadcast returns the broadcast address of the IPv4 network p, or the zero Addr if it has
-// none.
-func broadcast(p netip.Prefix) netip.Addr {
-	if p.Addr().Is6() || p.Bits() > 30 {
-		return netip.Addr{}
-	}
-	a := p.Addr().As4()
-	binary.BigEndian.PutUint32(a[:], binary.BigEndian.Uint32(a[:])|(1<<(32-p.Bits())-1))
-	return netip.AddrFrom4(a)
 }
 
 // remove removes o if it exists.

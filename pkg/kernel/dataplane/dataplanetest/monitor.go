@@ -11,8 +11,8 @@ import (
 )
 
 // Monitor implements dataplane.Kernel.
-func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
-	m := &monitor{kernel: k, scope: s, ready: wait.NewSignal()}
+func (k *Kernel) Monitor(s dataplane.Scope, changed wait.Signal) (dataplane.Monitor, error) {
+	m := &monitor{kernel: k, scope: s, ready: changed}
 	m.Drain()
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -26,12 +26,6 @@ func (k *Kernel) disturbed() {
 	k.foreign++
 	k.announce()
 }
-
-// Ready implements dataplane.Monitor.
-func (m *monitor) Ready() <-chan struct{} { return m.ready }
-
-// Mute implements dataplane.Monitor.
-func (m *monitor) Mute() { m.muted = true }
 
 // Close implements dataplane.Monitor.
 func (m *monitor) Close() error {
@@ -53,12 +47,10 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	m.foreign = m.kernel.foreign
 	lost = m.lost || m.kernel.silent != m.silent
 	m.silent = m.kernel.silent
-	muted := m.muted
 	m.events = nil
 	m.lost = false
-	m.muted = false
-	if muted || lost {
-		return nil, rerouted || muted || lost, true
+	if lost {
+		return nil, true, true
 	}
 	return events, rerouted, false
 }
@@ -68,46 +60,19 @@ func (m *monitor) observe() {
 	before := m.seen
 	now := m.kernel.read(m.scope)
 	m.seen = now
-	gone := m.kernel.nexthopsGone[m.gone:]
-	m.gone += len(gone)
 	if !maps.Equal(before.Links, now.Links) {
 		m.lost = true
 		return
 	}
 
-	for _, id := range gone {
-		m.events = append(m.events, dataplane.Event{Nexthop: id})
-	}
-	for _, o := range objectsOf(before) {
-		r, ok := o.(dataplane.Route)
-		if unannounced := ok && r.Dst.Addr().Is4() && slices.Contains(gone, r.NexthopID); !unannounced && !contains(now, o) {
+	for o := range before.All() {
+		if !now.Has(o) {
 			m.events = append(m.events, dataplane.Event{Object: o, Deleted: true})
 		}
 	}
-
-	for _, o := range objectsOf(now) {
-		if r, ok := o.(dataplane.Route); ok && r.Multipath && !before.HasRoute(r) {
-			m.lost = true
-		}
-		if !contains(before, o) {
+	for o := range now.All() {
+		if !before.Has(o) {
 			m.events = append(m.events, dataplane.Event{Object: o})
 		}
 	}
-}
-
-func contains(s dataplane.State, o dataplane.Object) bool {
-	switch o := o.(type) {
-	case dataplane.Link:
-		return s.Links[o.Name] == o
-	case dataplane.Addr:
-		_, ok := s.Addrs[o]
-		return ok
-	case dataplane.Neigh:
-		return s.Neighs[o.NeighKey] == o
-	case dataplane.FDB:
-		return s.FDB[o.FDBKey] == o
-	case dataplane.Route:
-		return s.HasRoute(o)
-	}
-	return false
 }

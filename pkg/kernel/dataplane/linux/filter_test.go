@@ -25,7 +25,7 @@ func TestKernelFilter(t *testing.T) {
 	if _, err := r.Reconcile(silentContext(t), dataplanetest.Base(), true); err != nil {
 		t.Fatal(err)
 	}
-	m, err := w.Monitor(dataplanetest.Scope())
+	m, err := w.listen(dataplanetest.Scope())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -59,14 +59,14 @@ func TestKernelFilter(t *testing.T) {
 	expectNoWake := func(what string) {
 		t.Helper()
 		select {
-		case <-m.Ready():
+		case <-m.changed:
 			t.Errorf("%s wake the monitor, want them filtered out", what)
 		case <-time.After(100 * time.Millisecond):
 		}
 	}
 	for quiet := false; !quiet; { // a wake-up may remain from drained announcements
 		select {
-		case <-m.Ready():
+		case <-m.changed:
 			m.Drain()
 		case <-time.After(100 * time.Millisecond):
 			quiet = true
@@ -95,7 +95,7 @@ func TestKernelFilter(t *testing.T) {
 	}
 	for quiet := false; !quiet; { // a wake-up may remain from drained announcements
 		select {
-		case <-m.Ready():
+		case <-m.changed:
 			m.Drain()
 		case <-time.After(100 * time.Millisecond):
 			quiet = true
@@ -121,7 +121,7 @@ func TestKernelFilter(t *testing.T) {
 			t.Fatal(err)
 		}
 		select {
-		case <-m.Ready():
+		case <-m.changed:
 		case <-time.After(5 * time.Second):
 			t.Fatalf("%s of another program does not wake the monitor", o)
 		}

@@ -21,7 +21,7 @@ import (
 // Kernel is the kernel of the network namespace in which it was opened. Its methods may be
 // called concurrently. To create or change a link, the caller must call Apply on a thread in
 // that namespace, because Apply then also writes a setting in /proc/sys, which shows each
-// thread the settings of its own namespace.
+// thread the settings of its own namespace. Monitor must be called on such a thread as well.
 type Kernel struct {
 	sock         *socket
 	buffers      *Buffers
@@ -126,13 +126,9 @@ func (d *routeDependencies) add(r routeReply) {
 	}
 }
 
-func (d *routeDependencies) hasDevice(index int) bool {
-	_, ok := d.Load(index)
-	return ok
-}
-
-func (d *routeDependencies) hasSource(a netip.Addr) bool {
-	_, ok := d.Load(a)
+// has takes the index of a device or a source address.
+func (d *routeDependencies) has(key any) bool {
+	_, ok := d.Load(key)
 	return ok
 }
 

@@ -31,7 +31,7 @@ func TestMain(m *testing.M) {
 func silentContext(t testing.TB) context.Context { return klog.NewContext(t.Context(), klog.Logger{}) }
 
 func TestKernelContract(t *testing.T) {
-	dataplanetest.Contract(t, newContractWorld)
+	contract(t, newContractWorld)
 }
 
 // TestVMContract runs the contract on the kernel of the VM.
@@ -40,7 +40,7 @@ func TestKernelContract(t *testing.T) {
 func TestVMContract(t *testing.T) { TestKernelContract(t) }
 
 func TestKernelRandomWalk(t *testing.T) {
-	dataplanetest.Walk(t, newWorld(t), 300, 0)
+	walkThrough(t, newWorld(t), 300, 0)
 }
 
 // TestKernelRandomWalkByAnnouncements checks the cache: it must be right when other
@@ -49,7 +49,7 @@ func TestKernelRandomWalk(t *testing.T) {
 //
 //stages:rest TestKernelRandomWalk does the same without announcements
 func TestKernelRandomWalkByAnnouncements(t *testing.T) {
-	dataplanetest.Walk(t, newTrafficWorld(t), 1000, time.Hour)
+	walkThrough(t, newTrafficWorld(t), 1000, time.Hour)
 }
 
 // TestKernelRandomWalkByNexthopID is TestKernelRandomWalkByAnnouncements with a kernel that
@@ -59,7 +59,7 @@ func TestKernelRandomWalkByAnnouncements(t *testing.T) {
 func TestKernelRandomWalkByNexthopID(t *testing.T) {
 	w := newTrafficWorld(t)
 	w.nexthopCompat(t, false)
-	dataplanetest.Walk(t, w, 1000, time.Hour)
+	walkThrough(t, w, 1000, time.Hour)
 }
 
 // listen returns a function that calls its parameter each with every announcement to the multicast groups
@@ -81,11 +81,10 @@ func listen(t *testing.T, groups ...int) func(each func(typ uint16, payload []by
 		}
 	}
 	return func(each func(typ uint16, payload []byte)) {
-		for {
-			if err := s.receive(func(h header, payload []byte) error { each(h.Type, payload); return nil }); err != nil {
-				return
-			}
-		}
+		_ = s.receive(func(h header, payload []byte) (done bool, err error) { // until the timeout
+			each(h.Type, payload)
+			return false, nil
+		})
 	}
 }
 

@@ -38,7 +38,6 @@ type monitor struct {
 	raw    syscall.RawConn
 	ready  wait.Signal
 	resume wait.Signal // Drain sends it, so that watch waits for the next announcement
-	muted  bool
 	done   chan struct{}
 	wg     sync.WaitGroup
 
@@ -53,14 +52,14 @@ type monitor struct {
 }
 
 // Monitor implements dataplane.Kernel.
-func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
+func (k *Kernel) Monitor(s dataplane.Scope, changed wait.Signal) (dataplane.Monitor, error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
 	if err != nil {
 		return nil, fmt.Errorf("open rtnetlink socket: %w", err)
 	}
 	m := &monitor{
 		kernel: k, scope: s, file: os.NewFile(uintptr(fd), "rtnetlink"),
-		ready: wait.NewSignal(), resume: wait.NewSignal(), done: make(chan struct{}),
+		ready: changed, resume: wait.NewSignal(), done: make(chan struct{}),
 		links: map[int]linkDetails{},
 	}
 	err = m.subscribe(fd)
@@ -80,6 +79,7 @@ func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 	return m, nil
 }
 
+// subscribe joins the multicast groups that the scope needs.
 func (m *monitor) subscribe(fd int) error {
 	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, monitorBuffer); err != nil {
 		// Without CAP_NET_ADMIN in the first user namespace, net.core.rmem_max limits the buffer.
@@ -88,12 +88,7 @@ func (m *monitor) subscribe(fd int) error {
 	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
 		return err
 	}
-	return m.join(fd, unix.NETLINK_ADD_MEMBERSHIP)
-}
 
-// join joins or leaves the multicast groups that the scope needs: option is NETLINK_ADD_MEMBERSHIP or
-// NETLINK_DROP_MEMBERSHIP.
-func (m *monitor) join(fd, option int) error {
 	groups := []int{unix.RTNLGRP_LINK}
 	if len(m.scope.Devices) > 0 {
 		groups = append(groups, unix.RTNLGRP_NEIGH)
@@ -107,13 +102,13 @@ func (m *monitor) join(fd, option int) error {
 	}
 
 	for _, g := range groups {
-		if err := unix.SetsockoptInt(fd, unix.SOL_NETLINK, option, g); err != nil {
+		if err := unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, g); err != nil {
 			return err
 		}
 	}
 
 	// Kernels before 5.3 have no nexthop objects, and no group for them.
-	_ = unix.SetsockoptInt(fd, unix.SOL_NETLINK, option, rtnlgrpNexthop)
+	_ = unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, rtnlgrpNexthop)
 	return nil
 }
 
@@ -144,9 +139,6 @@ func (m *monitor) pending() bool {
 	return got
 }
 
-// Ready implements dataplane.Monitor.
-func (m *monitor) Ready() <-chan struct{} { return m.ready }
-
 // Close implements dataplane.Monitor.
 func (m *monitor) Close() error {
 	close(m.done)
@@ -155,31 +147,10 @@ func (m *monitor) Close() error {
 	return err
 }
 
-// Mute implements dataplane.Monitor.
-func (m *monitor) Mute() {
-	m.muted = true
-	_ = m.raw.Control(func(fd uintptr) { _ = m.join(int(fd), unix.NETLINK_DROP_MEMBERSHIP) })
-}
-
-func (m *monitor) unmute() (err error) {
-	if ctlErr := m.raw.Control(func(fd uintptr) { err = m.join(int(fd), unix.NETLINK_ADD_MEMBERSHIP) }); ctlErr != nil {
-		return ctlErr
-	}
-	m.muted = err != nil
-	return err
-}
-
 // Drain implements dataplane.Monitor.
 func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	defer m.resume.Send()
-	missed := m.muted
-	if m.muted {
-		lost = true
-		if m.unmute() != nil { // the next Drain tries again
-			return nil, lost, lost
-		}
-	}
-
+	missed := false
 	buf := m.kernel.buffers.get()
 	defer m.kernel.buffers.put(buf)
 	for {
@@ -200,7 +171,6 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 			missed = true
 
 		case err != nil:
-			m.muted = true // announcements are missing from here on
 			return nil, true, true
 		default:
 			moved, void := m.decode((*buf)[:n], &events)
@@ -312,6 +282,9 @@ func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane
 	}
 
 	m.kernel.nexthops.complete(&r)
+	if deleted {
+		m.kernel.nexthops.routeGone(r.route.NexthopID)
+	}
 	if r.route.Type == dataplane.Unicast && !r.route.Multipath {
 		r.route.Dev = m.name(r.oif)
 		m.kernel.dependencies.add(r)
@@ -349,7 +322,7 @@ func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost
 	// With an address, the kernel deletes routes without an announcement: those on any device that
 	// have the address as their source and, with the last address of a device, all routes through
 	// it. It may also not announce the IPv6 routes that it deletes when IPv6 is disabled on a device.
-	lost = deleted && (ours || m.kernel.dependencies.hasDevice(index) || m.kernel.dependencies.hasSource(p.Addr()))
+	lost = deleted && (ours || m.kernel.dependencies.has(index) || m.kernel.dependencies.has(p.Addr()))
 	if !slices.Contains(m.scope.Devices, dev) || !m.scope.InNetworks(prefix.Host(p.Addr())) {
 		return dataplane.Event{}, lost
 	}
@@ -377,7 +350,7 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 	switch {
 	case !known && (slices.Contains(m.scope.Devices, now.name) || slices.Contains(m.scope.Shared, now.name)):
 		return true // the device is new
-	case !known && !announced && !m.kernel.dependencies.hasDevice(index):
+	case !known && !announced && !m.kernel.dependencies.has(index):
 		return false // no route uses it
 	case !known: // routes use it, and the kernel may delete them if the flags change
 		now = linkDetails{flags: now.flags}

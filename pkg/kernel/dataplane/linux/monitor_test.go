@@ -27,7 +27,7 @@ func TestKernelBusyBridge(t *testing.T) {
 	if _, err := r.Reconcile(silentContext(t), dataplanetest.Base(), true); err != nil {
 		t.Fatal(err)
 	}
-	m, err := w.Monitor(dataplanetest.Scope())
+	m, err := w.listen(dataplanetest.Scope())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -83,14 +83,14 @@ func TestKernelBusyBridge(t *testing.T) {
 }
 
 // expectLost calls change, and fails the test unless the next Drain returns want as lost.
-func expectLost(t *testing.T, m dataplane.Monitor, what string, want bool, change func() error) {
+func expectLost(t *testing.T, m listener, what string, want bool, change func() error) {
 	t.Helper()
 	m.Drain()
 	if err := change(); err != nil {
 		t.Fatalf("%s: %v", what, err)
 	}
 	select {
-	case <-m.Ready():
+	case <-m.changed:
 	case <-time.After(5 * time.Second):
 		t.Fatalf("%s: no announcement", what)
 	}
@@ -119,7 +119,7 @@ func TestKernelEveryAnnouncementWithoutCarrier(t *testing.T) {
 	if _, err := dataplanetest.NewReconciler(t, w, 0).Reconcile(silentContext(t), want, true); err != nil {
 		t.Fatal(err)
 	}
-	m, err := w.Monitor(scope)
+	m, err := w.listen(scope)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -155,7 +155,7 @@ func TestKernelLinkDetails(t *testing.T) {
 		t.Fatal(err)
 	}
 	scope := dataplanetest.Scope()
-	m, err := w.Monitor(scope)
+	m, err := w.listen(scope)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -199,10 +199,11 @@ func TestKernelLinkDetails(t *testing.T) {
 	if err := w.SetUp(dev, false); err != nil {
 		t.Fatal(err)
 	}
-	m.Mute()
-	if err := w.SetUp(dev, true); err != nil {
-		t.Fatal(err)
-	}
+	m.missed(t, func() {
+		if err := errors.Join(other(), other(), other(), w.SetUp(dev, true)); err != nil {
+			t.Fatal(err)
+		}
+	})
 	expectLost(t, m, "down again", true, func() error { return w.SetUp(dev, false) })
 }
 
@@ -218,7 +219,7 @@ func TestKernelSharedBridge(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m, err := w.Monitor(dataplane.Scope{Shared: []string{dev}, Networks: dataplanetest.Scope().Networks})
+	m, err := w.listen(dataplane.Scope{Shared: []string{dev}, Networks: dataplanetest.Scope().Networks})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -245,7 +246,7 @@ func TestKernelOneFamily(t *testing.T) {
 	all := dataplanetest.Scope()
 	for i := range all.Networks {
 		scope := dataplane.Scope{Devices: all.Devices[i : i+1], Networks: all.Networks[i : i+1]}
-		m, err := w.Monitor(scope)
+		m, err := w.listen(scope)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -7,7 +7,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"net/netip"
 	"slices"
 
 	"golang.org/x/sys/unix"
@@ -40,20 +39,20 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 			return
 		}
 
-		var id, index uint32
-		var gateway netip.Addr
+		var id uint32
+		o := &nexthop{onLink: binary.NativeEndian.Uint32(payload[4:])&unix.RTNH_F_ONLINK != 0}
 		for a := range attributes(payload[sizeofNhmsg:]) {
 			switch a.typ {
 			case nhaID:
 				id = a.uint32()
 			case nhaOIF:
-				index = a.uint32()
+				o.index = int(a.uint32())
 			case nhaGateway:
-				gateway = a.addr()
+				o.gateway = a.addr()
 			}
 		}
-		onLink := binary.NativeEndian.Uint32(payload[4:])&unix.RTNH_F_ONLINK != 0
-		t.add(&object{hop: hop{gateway, int(index), onLink}, id: id})
+		t.byID[id] = o
+		t.next = max(t.next, id+1)
 	})
 	if errors.Is(err, unix.EOPNOTSUPP) {
 		t.enabled = false
@@ -65,9 +64,9 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 	return nil
 }
 
-// provideNexthops creates nexthop objects for the routes that ops put, if a device would have too many
-// plain routes otherwise, and sets the ids in ops. It counts these routes as users of an object or as
-// plain. indexes contains the index of each device.
+// provideNexthops creates a nexthop object for each route that ops put, if a device would have too many
+// plain routes otherwise, and sets the ids in ops. A route stays plain if it must, or if its object cannot
+// be created. indexes contains the index of each device.
 func (k *Kernel) provideNexthops(ctx context.Context, ops []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	t.mu.Lock()
@@ -76,79 +75,35 @@ func (k *Kernel) provideNexthops(ctx context.Context, ops []*dataplane.Op, index
 		return
 	}
 
-	puts := map[int]int{} // by index of the device
+	puts := map[int][]*dataplane.Op{} // by index of the device
 	for _, op := range ops {
 		if r, ok := viaNexthop(op); ok {
-			puts[indexes[r.Dev]]++
+			puts[indexes[r.Dev]] = append(puts[indexes[r.Dev]], op)
 		}
 	}
-	for index, n := range puts {
-		t.plain[index] += n
-		if t.plain[index] >= t.threshold {
-			k.provideFor(ctx, index, ops, indexes)
+
+	for index, ops := range puts {
+		t.plain[index] += len(ops)
+		if t.plain[index] < t.threshold {
+			continue
+		}
+
+		ops = slices.DeleteFunc(ops, func(op *dataplane.Op) bool {
+			r, _ := viaNexthop(op)
+			return r.Plain || r.MTU != 0
+		})
+		for try := 0; try < nexthopRetries && len(ops) > 0 && t.enabled; try++ {
+			ops = k.createNexthops(ctx, index, ops)
 		}
 	}
 }
 
-// provideFor gives the routes in ops that go through the device with this index nexthop objects. A route
-// stays plain if it must, or if its object cannot be created. The caller has counted all these routes as
-// plain, and holds t.mu.
-func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op, indexes map[string]int) {
+// createNexthops creates objects for the routes in ops, all through one device, and returns the ops for
+// which another program uses the id. The caller has counted all these routes as plain, and holds t.mu.
+func (k *Kernel) createNexthops(ctx context.Context, index int, ops []*dataplane.Op) (again []*dataplane.Op) {
 	t := &k.nexthops
-	type route struct {
-		op  *dataplane.Op
-		via *object
-	}
-
-	var routes []route
-	var missing []*object
-	for _, op := range ops {
-		r, ok := viaNexthop(op)
-		if !ok || r.Plain || r.MTU != 0 || indexes[r.Dev] != index {
-			continue
-		}
-		h := hop{r.Gateway, index, r.OnLink}
-		via := t.byHop[h]
-		if via == nil {
-			via = &object{hop: h}
-			t.byHop[h] = via
-			missing = append(missing, via)
-		}
-		routes = append(routes, route{op, via})
-	}
-
-	again := missing
-	for range nexthopRetries {
-		if len(again) == 0 || !t.enabled {
-			break
-		}
-		again = k.createNexthops(ctx, again)
-	}
-
-	for _, of := range routes {
-		if of.via.id == 0 {
-			continue
-		}
-		of.via.users++
-		t.plain[index]--
-		r := of.op.Object.(dataplane.Route)
-		r.NexthopID = of.via.id
-		of.op.Object = r
-	}
-
-	for _, o := range missing {
-		if o.id == 0 {
-			delete(t.byHop, o.hop)
-		}
-	}
-}
-
-// createNexthops creates the missing objects, which byHop already contains. It returns those whose id
-// another program uses. The id of an object that could not be created stays 0. The caller holds t.mu.
-func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again []*object) {
-	t := &k.nexthops
-	ids := make([]uint32, len(missing))
-	for i := range missing {
+	ids := make([]uint32, len(ops))
+	for i := range ops {
 		if t.next < nexthopFirst || t.next > nexthopLast {
 			t.next = nexthopFirst
 		}
@@ -156,24 +111,28 @@ func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again [
 		t.next++
 	}
 
-	failed := k.sock.send(ctx, len(missing), func(i int, m *message) {
+	failed := k.sock.send(ctx, len(ops), func(i int, m *message) {
+		r, _ := viaNexthop(ops[i])
 		var flags uint32
-		if missing[i].onLink {
+		if r.OnLink {
 			flags = unix.RTNH_F_ONLINK
 		}
 		m.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, dataplane.Protocol, flags)...)
 		m.attr32(nhaID, ids[i])
-		m.attr32(nhaOIF, uint32(missing[i].index))
-		m.addr(nhaGateway, missing[i].gateway)
+		m.attr32(nhaOIF, uint32(index))
+		m.addr(nhaGateway, r.Gateway)
 	})
 
-	for i, o := range missing {
+	for i, op := range ops {
 		switch err := failed[i]; {
 		case err == nil:
-			o.id = ids[i]
-			t.byID[o.id] = o
+			r, _ := viaNexthop(op)
+			t.byID[ids[i]] = &nexthop{gateway: r.Gateway, index: index, onLink: r.OnLink, users: 1}
+			t.plain[index]--
+			r.NexthopID = ids[i]
+			op.Object = r
 		case errors.Is(err, unix.EEXIST):
-			again = append(again, o)
+			again = append(again, op)
 		case errors.Is(err, unix.EOPNOTSUPP): // Linux before 5.3
 			t.enabled = false
 		}
@@ -194,26 +153,20 @@ func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, inde
 		if !ok || !op.Delete {
 			continue
 		}
-		if o := t.use(r.NexthopID, -1); o != nil && o.users <= 0 {
-			t.idle = append(t.idle, r.NexthopID)
-		} else if r.NexthopID == 0 && r.Gateway.Is4() {
+		t.release(r.NexthopID)
+		if r.NexthopID == 0 && r.Gateway.Is4() {
 			t.plain[indexes[r.Dev]]--
 		}
 	}
 
-	// An idle object may have been deleted, or be in use again.
+	// An idle object may have been deleted, or be in use.
 	ids := slices.DeleteFunc(t.idle, func(id uint32) bool {
 		o := t.byID[id]
 		return o == nil || o.users > 0
 	})
 	t.idle = nil
-	k.deleteNexthops(ctx, ids)
-}
-
-// The caller holds k.nexthops.mu.
-func (k *Kernel) deleteNexthops(ctx context.Context, ids []uint32) {
 	for _, id := range ids {
-		k.nexthops.remove(id) // first, so that the announcement of the delete finds nothing to forget
+		t.remove(id) // first, so that the announcement of the delete finds nothing to forget
 	}
 
 	// If a delete fails, the next read finds the object.

@@ -25,69 +25,38 @@ const (
 	nexthopLinger    = time.Minute
 )
 
-// hop is the next hop that a nexthop object describes.
-type hop struct {
+// nexthop is a nexthop object.
+type nexthop struct {
 	gateway netip.Addr // invalid if there is none
 	index   int        // index of the device
 	onLink  bool
-}
-
-// object is a nexthop object.
-type object struct {
-	hop
-	id     uint32 // 0 until it is created
-	others bool   // routes outside of the scope use it, such as those of another flanneld
-	users  int    // number of routes that use it
+	users   int // number of routes that use it
 }
 
 // nexthops contains the nexthop objects with flanneld's protocol number. Another flanneld on
-// this host may have created some of them and may delete them, because it does not know that
-// this process uses them. So this process uses only objects that it has created itself or that
-// only its own routes use.
+// this host may have created some of them and may delete them. So each route gets a new object.
 type nexthops struct {
 	enabled   bool
 	threshold int           // puts use objects if the device would have this many plain routes otherwise
 	linger    time.Duration // an unused object is kept for this time, because its creator may be about to use it
 
 	mu     sync.Mutex
-	byID   map[uint32]*object
-	byHop  map[hop]*object      // objects that this process may use
+	byID   map[uint32]*nexthop
 	unused map[uint32]time.Time // by id: when a read has first found the object unused
-	idle   []uint32             // objects to delete
+	idle   []uint32             // objects that may be deleted if no route uses them
 	plain  map[int]int          // number of IPv4 routes with a gateway and without an object, by index of the device
 	next   uint32
 }
 
 func (t *nexthops) reset() {
-	t.byID = map[uint32]*object{}
-	t.byHop = map[hop]*object{}
+	t.byID = map[uint32]*nexthop{}
 	t.plain = map[int]int{}
 	t.idle = nil
 }
 
-func (t *nexthops) add(o *object) {
-	t.byID[o.id] = o
-	t.next = max(t.next, o.id+1)
-}
-
-// use adds n to the number of routes that use an object. It returns nil if the object does not have
-// flanneld's protocol number.
-func (t *nexthops) use(id uint32, n int) *object {
-	o := t.byID[id]
-	if o != nil {
-		o.users += n
-	}
-	return o
-}
-
 func (t *nexthops) remove(id uint32) {
 	delete(t.unused, id) // another program may reuse the id
-	if o, ok := t.byID[id]; ok {
-		delete(t.byID, id)
-		if t.byHop[o.hop] == o {
-			delete(t.byHop, o.hop)
-		}
-	}
+	delete(t.byID, id)
 }
 
 // forget removes an object that another program has deleted or replaced.
@@ -97,16 +66,29 @@ func (t *nexthops) forget(id uint32) {
 	t.remove(id)
 }
 
-// addRoute completes a route in the scope that Read has found, and counts it.
+// release counts one user less of an object. The caller holds t.mu.
+func (t *nexthops) release(id uint32) {
+	if o, ours := t.byID[id]; ours {
+		o.users--
+		t.idle = append(t.idle, id)
+	}
+}
+
+// routeGone lets the next releaseNexthops delete the object of a route that another program has deleted.
+func (t *nexthops) routeGone(id uint32) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.release(id)
+}
+
+// addRoute completes a route that Read has found, and counts it.
 func (t *nexthops) addRoute(r *routeReply) {
 	t.complete(r)
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if id := r.route.NexthopID; id != 0 {
-		if o := t.use(id, 1); o != nil && !o.others {
-			t.byHop[o.hop] = o // now usable for other routes
-		}
-	} else if r.route.Gateway.Is4() {
+	if o, ours := t.byID[r.route.NexthopID]; ours {
+		o.users++
+	} else if r.route.NexthopID == 0 && r.route.Gateway.Is4() {
 		t.plain[r.oif]++
 	}
 }
@@ -120,18 +102,6 @@ func (t *nexthops) complete(r *routeReply) {
 		r.route.Gateway = o.gateway
 		r.oif = o.index
 		r.route.OnLink = o.onLink
-	}
-}
-
-// markUsedByOthers marks objects that routes outside of the scope use, so that addRoute does not let
-// this process use them.
-func (t *nexthops) markUsedByOthers(ids []uint32) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	for _, id := range ids {
-		if o := t.use(id, 1); o != nil {
-			o.others = true
-		}
 	}
 }
 

@@ -45,6 +45,7 @@ func TestKernelTwoNetworks(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	defer r.Close()
 	if _, err := r.Reconcile(silentContext(t), want, true); err != nil {
 		t.Fatal(err)
 	}

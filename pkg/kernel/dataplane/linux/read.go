@@ -185,83 +185,69 @@ func (k *Kernel) dumpAddrs(ctx context.Context, family uint8, index int) (found 
 	return found, err
 }
 
-// dumpNeighs calls each with every permanent entry of dev in the neighbour table of family, or with
-// unix.AF_BRIDGE in the FDB. It calls reset before every attempt, as dump does.
-func (k *Kernel) dumpNeighs(ctx context.Context, family uint8, dev device, reset func(), each func(neighbour)) error {
+// dumpNeighs returns the permanent entries of dev in the neighbour table of family, or with unix.AF_BRIDGE
+// in the FDB.
+func (k *Kernel) dumpNeighs(ctx context.Context, family uint8, dev device) (found []neighbour, err error) {
 	var wanted uint8
 	if family == unix.AF_BRIDGE {
 		wanted = unix.NTF_SELF // the entries of the device itself and not of a bridge
 	}
-	return k.sock.dump(ctx, func(m *message) {
+	err = k.sock.dump(ctx, func(m *message) {
 		m.begin(unix.RTM_GETNEIGH, 0, ndmsg(family, 0, 0, 0)...)
 		m.attr32(unix.NDA_IFINDEX, uint32(dev.index))
-	}, reset, func(typ uint16, payload []byte) {
+	}, func() { found = nil }, func(typ uint16, payload []byte) {
 		if typ != unix.RTM_NEWNEIGH || len(payload) < unix.SizeofNdMsg || payload[0] != family {
 			return
 		}
 		n, permanent := parseNeighbour(payload)
 		if permanent && binary.NativeEndian.Uint32(payload[4:]) == uint32(dev.index) && payload[10]&wanted == wanted {
-			each(n)
+			found = append(found, n)
 		}
 	})
+	return found, err
 }
 
 func (k *Kernel) readNeighs(ctx context.Context, dev device, s dataplane.Scope, state dataplane.State) error {
 	for _, f := range families(s) {
-		var found []dataplane.Neigh
-		err := k.dumpNeighs(ctx, f, dev, func() { found = nil }, func(n neighbour) {
-			if n.dst.IsValid() && s.InNetworks(prefix.Host(n.dst)) {
-				found = append(found, dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev.name, IP: n.dst}, MAC: n.mac})
-			}
-		})
+		found, err := k.dumpNeighs(ctx, f, dev)
 		if err != nil {
 			return fmt.Errorf("dump neighbours of %s: %w", dev.name, err)
 		}
 		for _, n := range found {
-			state.Neighs[n.NeighKey] = n
+			if key := (dataplane.NeighKey{Dev: dev.name, IP: n.dst}); n.dst.IsValid() && s.InNetworks(prefix.Host(n.dst)) {
+				state.Neighs[key] = dataplane.Neigh{NeighKey: key, MAC: n.mac}
+			}
 		}
 	}
 	return nil
 }
 
 func (k *Kernel) readFDB(ctx context.Context, dev device, _ dataplane.Scope, state dataplane.State) error {
-	var found []dataplane.FDB
-	reset := func() { found = nil } // a dump that a change interrupts begins again
-	err := k.dumpNeighs(ctx, unix.AF_BRIDGE, dev, reset, func(n neighbour) {
-		if n.mac.IsUnicast() {
-			found = append(found, dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev.name, MAC: n.mac}, Dst: n.dst, Override: n.override})
-		}
-	})
+	found, err := k.dumpNeighs(ctx, unix.AF_BRIDGE, dev)
 	if err != nil {
 		return fmt.Errorf("dump FDB of %s: %w", dev.name, err)
 	}
-
-	for _, f := range found {
-		state.FDB[f.FDBKey] = f
+	for _, n := range found {
+		if key := (dataplane.FDBKey{Dev: dev.name, MAC: n.mac}); n.mac.IsUnicast() {
+			state.FDB[key] = dataplane.FDB{FDBKey: key, Dst: n.dst, Override: n.override}
+		}
 	}
 	return nil
 }
 
 func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope, state dataplane.State) error {
 	var found []routeReply
-	var others []uint32
 	err := k.sock.dump(ctx, func(m *message) {
 		body := make([]byte, unix.SizeofRtMsg)
 		body[0] = family
 		body[4] = unix.RT_TABLE_MAIN
 		m.begin(unix.RTM_GETROUTE, 0, body...)
-	}, func() {
-		found = nil
-		others = nil
-	}, func(typ uint16, payload []byte) {
+	}, func() { found = nil }, func(typ uint16, payload []byte) {
 		if typ != unix.RTM_NEWROUTE || elsewhere(payload, s) {
 			return
 		}
-		r := parseRoute(payload)
-		if r.mayConcern(s) {
+		if r := parseRoute(payload); r.mayConcern(s) || r.route.NexthopID != 0 {
 			found = append(found, r)
-		} else if r.route.NexthopID != 0 { // may belong to another flanneld on this host
-			others = append(others, r.route.NexthopID)
 		}
 	})
 	if errors.Is(err, unix.ENOENT) { // the table does not exist, so it has no routes
@@ -271,10 +257,12 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 		return fmt.Errorf("dump routes: %w", err)
 	}
 
-	k.nexthops.markUsedByOthers(others)
 	names := map[int]string{0: ""}
 	for _, r := range found {
 		k.nexthops.addRoute(&r)
+		if !r.mayConcern(s) { // it only uses a nexthop object, and may belong to another flanneld on this host
+			continue
+		}
 		k.dependencies.add(r)
 		name, ok := names[r.oif]
 		if !ok {

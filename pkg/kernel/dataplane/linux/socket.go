@@ -159,22 +159,15 @@ func (s *socket) sendChunk(start, end int, build func(i int, m *message), failed
 	}
 
 	last := s.seq
-	for {
-		done := false
-		err := s.receive(func(h header, payload []byte) error {
-			if h.Type != unix.NLMSG_ERROR || h.Seq-first >= uint32(end-start) { // a late reply to an earlier request
-				return nil
-			}
-			if err := replyError(h, payload); err != nil {
-				failed[start+int(h.Seq-first)] = err
-			}
-			done = done || h.Seq == last
-			return nil
-		})
-		if err != nil || done {
-			return err
+	return s.receive(func(h header, payload []byte) (done bool, err error) {
+		if h.Type != unix.NLMSG_ERROR || h.Seq-first >= uint32(end-start) { // a late reply to an earlier request
+			return false, nil
 		}
-	}
+		if err := replyError(h, payload); err != nil {
+			failed[start+int(h.Seq-first)] = err
+		}
+		return h.Seq == last, nil
+	})
 }
 
 // dump calls each with every message of the answer. It repeats a dump that was interrupted, and calls
@@ -211,36 +204,28 @@ func (s *socket) dumpOnce(build func(m *message), each func(typ uint16, payload 
 	}
 
 	interrupted := false
-	done := false
-	for !done {
-		err := s.receive(func(h header, payload []byte) error {
-			if h.Seq != s.seq {
-				return nil
-			}
-
-			interrupted = interrupted || h.Flags&unix.NLM_F_DUMP_INTR != 0
-			switch h.Type {
-			case unix.NLMSG_ERROR:
-				done = true
-				return replyError(h, payload)
-			case unix.NLMSG_DONE:
-				done = true
-				if len(payload) >= 4 {
-					return errnoOf(payload)
-				}
-			default:
-				each(h.Type, payload)
-			}
-			return nil
-		})
-		if err != nil {
-			return err
+	err := s.receive(func(h header, payload []byte) (done bool, err error) {
+		if h.Seq != s.seq {
+			return false, nil
 		}
-	}
-	if interrupted {
+
+		interrupted = interrupted || h.Flags&unix.NLM_F_DUMP_INTR != 0
+		switch h.Type {
+		case unix.NLMSG_ERROR:
+			return true, replyError(h, payload)
+		case unix.NLMSG_DONE:
+			if len(payload) >= 4 {
+				err = errnoOf(payload)
+			}
+			return true, err
+		}
+		each(h.Type, payload)
+		return false, nil
+	})
+	if err == nil && interrupted {
 		return errInterrupted
 	}
-	return nil
+	return err
 }
 
 // ask sends a request that has a single answer. It returns the kernel's error, or calls answer.
@@ -251,23 +236,16 @@ func (s *socket) ask(build func(m *message), answer func(typ uint16, payload []b
 		return err
 	}
 
-	for {
-		done := false
-		err := s.receive(func(h header, payload []byte) error {
-			if h.Seq != s.seq {
-				return nil
-			}
-			done = true
-			if h.Type == unix.NLMSG_ERROR {
-				return replyError(h, payload)
-			}
-			answer(h.Type, payload)
-			return nil
-		})
-		if err != nil || done {
-			return err
+	return s.receive(func(h header, payload []byte) (done bool, err error) {
+		switch {
+		case h.Seq != s.seq:
+			return false, nil
+		case h.Type == unix.NLMSG_ERROR:
+			return true, replyError(h, payload)
 		}
-	}
+		answer(h.Type, payload)
+		return true, nil
+	})
 }
 
 func (s *socket) write(b []byte) error {
@@ -287,30 +265,36 @@ type header struct {
 	Seq   uint32
 }
 
-// receive reads one datagram from the kernel, and calls each with every message until it fails.
-func (s *socket) receive(each func(h header, payload []byte) error) error {
+// receive reads datagrams from the kernel, and calls each with every message. It returns after the
+// datagram with a message that is the last one (done), or at the first error.
+func (s *socket) receive(each func(h header, payload []byte) (done bool, err error)) error {
 	buf := s.buffers.get()
 	defer s.buffers.put(buf)
-	n, err := s.read(buf)
-	if err != nil {
-		return err
-	}
-
-	b := (*buf)[:n]
-	for len(b) >= unix.NLMSG_HDRLEN {
-		h := header{
-			Len:   binary.NativeEndian.Uint32(b),
-			Type:  binary.NativeEndian.Uint16(b[4:]),
-			Flags: binary.NativeEndian.Uint16(b[6:]),
-			Seq:   binary.NativeEndian.Uint32(b[8:]),
-		}
-		if h.Len < unix.NLMSG_HDRLEN || uint64(h.Len) > uint64(len(b)) {
-			return fmt.Errorf("rtnetlink message of %d bytes in a datagram of %d", h.Len, len(b))
-		}
-		if err := each(h, b[unix.NLMSG_HDRLEN:h.Len]); err != nil {
+	for done := false; !done; {
+		n, err := s.read(buf)
+		if err != nil {
 			return err
 		}
-		b = b[min(align(int(h.Len)), len(b)):]
+
+		b := (*buf)[:n]
+		for len(b) >= unix.NLMSG_HDRLEN {
+			h := header{
+				Len:   binary.NativeEndian.Uint32(b),
+				Type:  binary.NativeEndian.Uint16(b[4:]),
+				Flags: binary.NativeEndian.Uint16(b[6:]),
+				Seq:   binary.NativeEndian.Uint32(b[8:]),
+			}
+			if h.Len < unix.NLMSG_HDRLEN || uint64(h.Len) > uint64(len(b)) {
+				return fmt.Errorf("rtnetlink message of %d bytes in a datagram of %d", h.Len, len(b))
+			}
+
+			last, err := each(h, b[unix.NLMSG_HDRLEN:h.Len])
+			if err != nil {
+				return err
+			}
+			done = done || last
+			b = b[min(align(int(h.Len)), len(b)):]
+		}
 	}
 	return nil
 }

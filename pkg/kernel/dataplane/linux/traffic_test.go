@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 )
@@ -30,8 +31,8 @@ type trafficWorld struct {
 }
 
 var (
-	_ dataplanetest.Disturber = (*trafficWorld)(nil)
-	_ dataplanetest.Traffic   = (*trafficWorld)(nil)
+	_ disturber = (*trafficWorld)(nil)
+	_ traffic   = (*trafficWorld)(nil)
 )
 
 // remote is the index of the host behind the tunnels.
@@ -149,7 +150,7 @@ func (f *farEnd) setCarrier(on bool) error {
 	return f.world.awaitOwn(own)
 }
 
-// SetCarrier implements dataplanetest.World.
+// SetCarrier implements subject.
 func (w *trafficWorld) SetCarrier(dev string, on bool) error {
 	if dev != "eth0" {
 		return w.world.SetCarrier(dev, on)
@@ -180,15 +181,15 @@ func nearAddr(dev string) netip.Addr {
 }
 
 // Monitor implements dataplane.Kernel.
-func (w *trafficWorld) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
-	m, err := w.world.Monitor(s)
+func (w *trafficWorld) Monitor(s dataplane.Scope, changed wait.Signal) (dataplane.Monitor, error) {
+	m, err := w.world.Monitor(s, changed)
 	if err == nil {
 		w.monitors = append(w.monitors, m.(*monitor))
 	}
 	return m, err
 }
 
-// Overflow implements dataplanetest.Disturber. The sockets of the monitors get the smallest
+// Overflow implements disturber. The sockets of the monitors get the smallest
 // buffer while another program makes some changes.
 func (w *trafficWorld) Overflow() error {
 	buffer := func(size int) (err error) {
@@ -212,19 +213,19 @@ func (w *trafficWorld) Overflow() error {
 	return buffer(monitorBuffer)
 }
 
-// DeleteNexthop implements dataplanetest.Disturber.
+// DeleteNexthop implements disturber.
 func (w *trafficWorld) DeleteNexthop(n int) error {
-	return w.changeNexthop(n, func(m *message, o object) {
+	return w.changeNexthop(n, func(m *message, id uint32, _ nexthop) {
 		m.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
-		m.attr32(nhaID, o.id)
+		m.attr32(nhaID, id)
 	})
 }
 
-// ReplaceNexthop implements dataplanetest.Disturber.
+// ReplaceNexthop implements disturber.
 func (w *trafficWorld) ReplaceNexthop(n int) error {
-	return w.changeNexthop(n, func(m *message, o object) {
+	return w.changeNexthop(n, func(m *message, id uint32, o nexthop) {
 		m.begin(rtmNewNexthop, unix.NLM_F_REPLACE, nhmsg(unix.AF_INET, dataplane.Protocol, unix.RTNH_F_ONLINK)...)
-		m.attr32(nhaID, o.id)
+		m.attr32(nhaID, id)
 		m.attr32(nhaOIF, uint32(o.index))
 		m.addr(nhaGateway, netip.MustParseAddr("172.30.0.9"))
 	})
@@ -232,25 +233,24 @@ func (w *trafficWorld) ReplaceNexthop(n int) error {
 
 // changeNexthop sends the message that build builds for the n-th nexthop object of
 // flanneld, from 0 and modulo their number. It does nothing if there is none.
-func (w *trafficWorld) changeNexthop(n int, build func(*message, object)) error {
+func (w *trafficWorld) changeNexthop(n int, build func(m *message, id uint32, o nexthop)) error {
 	w.nexthops.mu.Lock()
 	ids := slices.Sorted(maps.Keys(w.nexthops.byID))
-	var o object
-	if len(ids) > 0 {
-		o = *w.nexthops.byID[ids[n%len(ids)]]
-	}
-	w.nexthops.mu.Unlock()
-	if o.id == 0 {
+	if len(ids) == 0 {
+		w.nexthops.mu.Unlock()
 		return nil
 	}
-	err := w.request(func(m *message) { build(m, o) })
+	id := ids[n%len(ids)]
+	o := *w.nexthops.byID[id]
+	w.nexthops.mu.Unlock()
+	err := w.request(func(m *message) { build(m, id, o) })
 	if errors.Is(err, unix.ENOENT) { // the kernel has deleted it with its device
 		return nil
 	}
 	return err
 }
 
-// Remote implements dataplanetest.Traffic.
+// Remote implements traffic.
 func (w *trafficWorld) Remote() (objects []dataplane.Object) {
 	for _, o := range dataplanetest.Peer(remote, 0) {
 		if f, ok := o.(dataplane.FDB); ok {
@@ -262,7 +262,7 @@ func (w *trafficWorld) Remote() (objects []dataplane.Object) {
 	return objects
 }
 
-// Exchange implements dataplanetest.Traffic.
+// Exchange implements traffic.
 func (w *trafficWorld) Exchange(ctx context.Context, s dataplane.State) error {
 	for dev, far := range w.far.conns {
 		near := nearAddr(dev)

@@ -17,8 +17,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
-	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 )
 
 // world is the kernel of an anonymous network namespace. It makes the changes of other programs
@@ -29,7 +29,10 @@ type world struct {
 	other *socket
 }
 
-var _ dataplanetest.World = (*world)(nil)
+var (
+	_ subject    = (*world)(nil)
+	_ realKernel = (*world)(nil)
+)
 
 // newWorld moves the calling goroutine to a new network namespace, which ends with its
 // thread and the sockets of the world.
@@ -60,7 +63,7 @@ func newWorld(t testing.TB) *world {
 }
 
 // newContractWorld is newWorld with the type that dataplanetest expects.
-func newContractWorld(t testing.TB) dataplanetest.World { return newWorld(t) }
+func newContractWorld(t testing.TB) subject { return newWorld(t) }
 
 func (w *world) underlay() error {
 	veth := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "eth0", TxQLen: 1000, MTU: 1500}, PeerName: "peer0"}
@@ -382,6 +385,36 @@ func (w *world) removeOne(o dataplane.Object) error {
 	return w.request(func(m *message) { encode(m, &dataplane.Op{Delete: true, Object: o}, index) })
 }
 
+// listener is a monitor with the signal that it sends.
+type listener struct {
+	*monitor
+	changed wait.Signal
+}
+
+func (w *world) listen(s dataplane.Scope) (listener, error) {
+	changed := wait.NewSignal()
+	m, err := w.Monitor(s, changed)
+	if err != nil {
+		return listener{}, err
+	}
+	return listener{m.(*monitor), changed}, nil
+}
+
+// missed makes the monitor lose the announcements of change: its socket has no room for them.
+func (l listener) missed(t *testing.T, change func()) {
+	t.Helper()
+	room := func(size int) {
+		var err error
+		ctlErr := l.raw.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, size) })
+		if err := errors.Join(ctlErr, err); err != nil {
+			t.Fatal(err)
+		}
+	}
+	room(1)
+	change()
+	room(monitorBuffer)
+}
+
 func (w *world) SetUp(dev string, up bool) error { return w.setFlag(dev, unix.IFF_UP, up) }
 
 func (w *world) SetARP(dev string, on bool) error { return w.setFlag(dev, unix.IFF_NOARP, !on) }
@@ -427,7 +460,7 @@ func (w *world) awaitCarrier(dev string, on bool) error {
 	})
 }
 
-// RemoveNexthop implements dataplanetest.World.
+// RemoveNexthop implements subject.
 func (w *world) RemoveNexthop(id uint32) error {
 	err := w.deleteNexthop(id)
 	if errors.Is(err, unix.ENOENT) {

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package dataplanetest
+package linux
 
 import (
 	"net/netip"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 )
 
 func linkCases() []contractCase {
@@ -28,7 +29,7 @@ func linkCases() []contractCase {
 }
 
 func changeInPlace(f *fixture) {
-	want := Peers(5)
+	want := dataplanetest.Peers(5)
 	f.put(objectsOf(want)...)
 	for dev, local := range map[string]string{dev4: "192.168.77.2", dev6: "fd00:77::2"} {
 		for _, change := range []func(*dataplane.Link){
@@ -49,9 +50,9 @@ func changeInPlace(f *fixture) {
 // changeMAC checks that the Reconciler changes the MAC of a device, and then puts only the
 // neighbours of the device again, because the kernel has deleted them.
 func changeMAC(f *fixture) {
-	want := Peers(5)
+	want := dataplanetest.Peers(5)
 	f.reconcile(want, true)
-	for _, dev := range Scope().Devices {
+	for _, dev := range dataplanetest.Scope().Devices {
 		l := want.Links[dev]
 		l.MAC[5]++
 		want.Add(l)
@@ -72,7 +73,7 @@ func changeMAC(f *fixture) {
 // adoptDevices checks that the Reconciler leaves correct objects alone, even if another
 // program has created them.
 func adoptDevices(f *fixture) {
-	want := Peers(5)
+	want := dataplanetest.Peers(5)
 	for _, o := range objectsOf(want) {
 		if r, ok := o.(dataplane.Route); ok {
 			r.Protocol = protoBoot
@@ -84,12 +85,12 @@ func adoptDevices(f *fixture) {
 	f.reconcile(want, false)
 	f.reconcile(want, true)
 	f.expectUntouched()
-	f.reconcile(Base(), true)
-	f.expect(Base())
+	f.reconcile(dataplanetest.Base(), true)
+	f.expect(dataplanetest.Base())
 }
 
 func completeDevice(f *fixture) {
-	want := Base()
+	want := dataplanetest.Base()
 	l := want.Links[dev4]
 	l.VXLAN.Local = netip.Addr{}
 	l.VXLAN.Underlay = ""
@@ -105,7 +106,7 @@ func completeDevice(f *fixture) {
 func checksumOffload(f *fixture) {
 	offload := func(want dataplane.Offload) {
 		f.Helper()
-		scope := Scope()
+		scope := dataplanetest.Scope()
 		scope.TxChecksum = true
 		s, err := f.Read(f.Context(), scope)
 		f.must(err)
@@ -117,8 +118,8 @@ func checksumOffload(f *fixture) {
 	}
 
 	put := func(o dataplane.Offload) {
-		want := Base()
-		for _, dev := range Scope().Devices {
+		want := dataplanetest.Base()
+		for _, dev := range dataplanetest.Scope().Devices {
 			l := want.Links[dev]
 			l.TxChecksum = o
 			f.put(l)
@@ -134,8 +135,8 @@ func checksumOffload(f *fixture) {
 	offload(dataplane.OffloadOff)
 	put(dataplane.OffloadOn)
 	offload(dataplane.OffloadOn)
-	for _, dev := range Scope().Devices {
-		f.must(f.Remove(Base().Links[dev]))
+	for _, dev := range dataplanetest.Scope().Devices {
+		f.must(f.Remove(dataplanetest.Base().Links[dev]))
 	}
 	put(dataplane.OffloadOff)
 	offload(dataplane.OffloadOff)
@@ -148,19 +149,19 @@ func linksOf(s dataplane.State) dataplane.State {
 }
 
 func sameVNI(f *fixture) {
-	other := Base().Links[dev4]
+	other := dataplanetest.Base().Links[dev4]
 	other.Name = "vxlan0"
 	f.must(f.Append(other))
-	if failed := f.Apply(f.Context(), []dataplane.Op{{Object: Base().Links[dev4]}}); len(failed) != 1 {
+	if failed := f.Apply(f.Context(), []dataplane.Op{{Object: dataplanetest.Base().Links[dev4]}}); len(failed) != 1 {
 		f.Errorf("failures %v, want one", failed)
 	}
 	f.expect(dataplane.NewState())
 }
 
 func linkDown(f *fixture) {
-	want := Peers(5)
+	want := dataplanetest.Peers(5)
 	f.reconcile(want, true)
-	for _, dev := range Scope().Devices {
+	for _, dev := range dataplanetest.Scope().Devices {
 		f.must(f.SetUp(dev, false))
 	}
 
@@ -179,9 +180,9 @@ func linkDown(f *fixture) {
 }
 
 func linkGone(f *fixture) {
-	want := Peers(5)
+	want := dataplanetest.Peers(5)
 	f.reconcile(want, true)
-	for _, dev := range Scope().Devices {
+	for _, dev := range dataplanetest.Scope().Devices {
 		f.must(f.Remove(want.Links[dev]))
 	}
 	f.expect(dataplane.NewState())
@@ -213,8 +214,8 @@ func otherFamily(a netip.Addr) netip.Addr {
 }
 
 func replaceDevice(f *fixture, change func(*dataplane.Link)) {
-	want := Peers(3)
-	for _, dev := range Scope().Devices {
+	want := dataplanetest.Peers(3)
+	for _, dev := range dataplanetest.Scope().Devices {
 		l := want.Links[dev]
 		change(&l)
 		f.must(f.Append(l, dataplane.Addr{Dev: dev, Prefix: netip.MustParsePrefix("172.30.0.1/24")}))
@@ -236,7 +237,7 @@ func replaceDevice(f *fixture, change func(*dataplane.Link)) {
 	}
 
 	f.reconcile(want, true)
-	for _, dev := range Scope().Devices {
+	for _, dev := range dataplanetest.Scope().Devices {
 		l := want.Links[dev]
 		change(&l)
 		if l.Kind == "vxlan" && !l.VXLAN.Foreign && l.VXLAN.Local == want.Links[dev].VXLAN.Local {

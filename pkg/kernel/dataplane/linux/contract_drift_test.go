@@ -1,26 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package dataplanetest
+package linux
 
 import (
 	"net/netip"
 
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 )
 
-// driftCases returns cases that change the objects of a peer, or add duplicates, in one way
-// each. One pass without sweep must repair that.
-func driftCases() []contractCase {
-	var cases []contractCase
-	add := func(name string, change func(*fixture)) {
-		cases = append(cases, contractCase{"repaired: " + name, func(f *fixture) {
-			want := state(Base(), Peer(3, 0)...)
-			f.reconcile(want, true)
-			change(f)
-			f.repair(want)
-			f.expect(want)
-		}})
-	}
+// repaired returns a case that changes the objects of a peer, or adds duplicates, in one way. One pass
+// without sweep must repair that.
+func repaired(name string, change func(*fixture)) contractCase {
+	return contractCase{"repaired: " + name, func(f *fixture) {
+		want := state(dataplanetest.Base(), dataplanetest.Peer(3, 0)...)
+		f.reconcile(want, true)
+		change(f)
+		f.repair(want)
+		f.expect(want)
+	}}
+}
+
+func driftCases() (cases []contractCase) {
+	add := func(name string, change func(*fixture)) { cases = append(cases, repaired(name, change)) }
 
 	add("FDB entries with their own port", func(f *fixture) {
 		for _, e := range peer[dataplane.FDB](3, 0) {
@@ -39,35 +41,19 @@ func driftCases() []contractCase {
 		}
 	})
 
-	add("neighbours that are not permanent", func(f *fixture) {
-		for _, n := range peer[dataplane.Neigh](3, 0) {
-			f.must(f.Learn(n))
-			if _, ok := f.read().Neighs[n.NeighKey]; ok {
-				f.Errorf("%s was read, although it is not permanent", n)
-			}
-		}
-	})
-
 	add("neighbours with another MAC", func(f *fixture) {
 		f.must(f.Append(objects(peer[dataplane.Neigh](3, 1))...))
 	})
 	add("deleted neighbours, FDB entries and routes", func(f *fixture) {
-		f.must(f.Remove(Peer(3, 0)...))
+		f.must(f.Remove(dataplanetest.Peer(3, 0)...))
 	})
 
 	add("addresses with another length", func(f *fixture) {
-		for a := range Base().Addrs {
+		for a := range dataplanetest.Base().Addrs {
 			f.must(f.Remove(a))
 			if a.Prefix.Addr().Is6() { // a device may have an IPv4 address twice, with two prefix lengths
 				f.must(f.Append(dataplane.Addr{Dev: a.Dev, Prefix: netip.PrefixFrom(a.Prefix.Addr(), 64)}))
 			}
-		}
-	})
-
-	add("routes changed in place to another MTU", func(f *fixture) {
-		for _, r := range peer[dataplane.Route](3, 0) {
-			r.MTU = 1300
-			f.must(f.Change(r))
 		}
 	})
 
@@ -123,6 +109,40 @@ func driftCases() []contractCase {
 		f.must(f.Append(r))
 	})
 
+	add("an IPv6 route with two duplicates, one through a nexthop object, one unreachable", func(f *fixture) {
+		// A route through a nexthop object matches a delete request with any next hop. So
+		// deleting the unreachable route deletes the other route.
+		other := directRoutes(3, 9)[1]
+		other.NexthopID = 47
+		other.Protocol = protoStatic
+		f.must(f.Append(other, unreachableLike(other)))
+	})
+	return cases
+}
+
+// kernelDriftCases returns such cases, and others, for a real kernel.
+func kernelDriftCases() []contractCase {
+	cases := append(exitCases(),
+		contractCase{"a route changed in place is replaced without a gap", changedInPlace},
+		contractCase{"a gateway that is not another host", noOtherHost})
+	add := func(name string, change func(*fixture)) { cases = append(cases, repaired(name, change)) }
+
+	add("neighbours that are not permanent", func(f *fixture) {
+		for _, n := range peer[dataplane.Neigh](3, 0) {
+			f.must(f.Learn(n))
+			if _, ok := f.read().Neighs[n.NeighKey]; ok {
+				f.Errorf("%s was read, although it is not permanent", n)
+			}
+		}
+	})
+
+	add("routes changed in place to another MTU", func(f *fixture) {
+		for _, r := range peer[dataplane.Route](3, 0) {
+			r.MTU = 1300
+			f.must(f.Change(r))
+		}
+	})
+
 	add("an IPv6 multipath route replaced, with another route between its next hops", func(f *fixture) {
 		// A dump of the kernel leaves out the route between the next hops.
 		first := directRoutes(3, 9)[1]
@@ -135,15 +155,6 @@ func driftCases() []contractCase {
 			f.Errorf("the routes are %v, want only the multipath route", have)
 		}
 	})
-
-	add("an IPv6 route with two duplicates, one through a nexthop object, one unreachable", func(f *fixture) {
-		// A route through a nexthop object matches a delete request with any next hop. So
-		// deleting the unreachable route deletes the other route.
-		other := directRoutes(3, 9)[1]
-		other.NexthopID = 47
-		other.Protocol = protoStatic
-		f.must(f.Append(other, unreachableLike(other)))
-	})
 	return cases
 }
 
@@ -154,14 +165,13 @@ func duplicateCases() []contractCase {
 		{"an IPv6 route without a gateway, and an unreachable one behind it", unreachableBehind},
 		{"an adopted IPv6 route through a nexthop object, and a duplicate", adoptedDuplicate},
 		{"a duplicate that differs only by its nexthop object", nexthopDuplicate},
-		{"a route changed in place is replaced without a gap", changedInPlace},
 	}
 }
 
 // changedInPlace checks that the Reconciler deletes nothing when another program has changed the attributes
 // of a route: the kernel announces the new route, but not that the old one is gone.
 func changedInPlace(f *fixture) {
-	want := state(Base(), Peer(3, 0)...)
+	want := state(dataplanetest.Base(), dataplanetest.Peer(3, 0)...)
 	f.reconcile(want, true)
 	for _, r := range peer[dataplane.Route](3, 0) {
 		r.MTU = 1300
@@ -182,7 +192,7 @@ func unreachableLike(r dataplane.Route) dataplane.Route {
 
 func unreachableBehind(f *fixture) {
 	own := dataplane.NewRoute(subnet6(3), netip.Addr{}, dev6, false)
-	want := state(Base(), own)
+	want := state(dataplanetest.Base(), own)
 	f.reconcile(want, true)
 	f.must(f.Append(unreachableLike(own))) // a request to delete the unreachable route deletes own
 	f.reconcile(want, true)
@@ -190,7 +200,7 @@ func unreachableBehind(f *fixture) {
 }
 
 func adoptedDuplicate(f *fixture) {
-	want := state(Base(), Peer(3, 0)...)
+	want := state(dataplanetest.Base(), dataplanetest.Peer(3, 0)...)
 	f.reconcile(want, true)
 	own := peer[dataplane.Route](3, 0)[1]
 	duplicate := directRoutes(3, 9)[1]
@@ -209,20 +219,20 @@ func adoptedDuplicate(f *fixture) {
 }
 
 func nexthopDuplicate(f *fixture) {
-	want := state(Base(), Peer(3, 0)...)
+	want := state(dataplanetest.Base(), dataplanetest.Peer(3, 0)...)
 	f.reconcile(want, true)
 	for i, r := range peer[dataplane.Route](3, 0) {
 		r.NexthopID = uint32(47 + i)
 		f.must(f.Append(r))
 	}
 	f.reconcile(want, true)
-	f.reconcile(Base(), true)
-	f.expect(Base())
+	f.reconcile(dataplanetest.Base(), true)
+	f.expect(dataplanetest.Base())
 }
 
 func peer[T dataplane.Object](i, variant int) []T {
 	var found []T
-	for _, o := range Peer(i, variant) {
+	for _, o := range dataplanetest.Peer(i, variant) {
 		if o, ok := o.(T); ok {
 			found = append(found, o)
 		}

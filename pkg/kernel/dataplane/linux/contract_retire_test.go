@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package dataplanetest
+package linux
 
 import (
 	"net/netip"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 )
 
 func retireCases() []contractCase {
@@ -25,7 +26,7 @@ func retireCases() []contractCase {
 func (f *fixture) retire(former, present dataplane.Scope, want int) {
 	f.Helper()
 	for _, want := range []int{want, 0} {
-		removed, err := dataplane.Retire(f.Context(), f.World, former, present)
+		removed, err := dataplane.Retire(f.Context(), f.subject, former, present)
 		if err != nil || removed != want {
 			f.Errorf("retired %d objects (%v), want %d", removed, err, want)
 		}
@@ -35,20 +36,21 @@ func (f *fixture) retire(former, present dataplane.Scope, want int) {
 // reconcileIn makes a Reconciler of another scope put the wanted state.
 func (f *fixture) reconcileIn(scope dataplane.Scope, want dataplane.State) {
 	f.Helper()
-	r, err := dataplane.NewReconciler(dataplane.Config{Kernel: f.World, Scope: scope})
+	r, err := dataplane.NewReconciler(dataplane.Config{Kernel: f.subject, Scope: scope})
 	f.must(err)
+	defer r.Close()
 	_, err = r.Reconcile(f.Context(), want, true)
 	f.must(err)
 }
 
-// otherNetwork returns a scope like Scope() and a state like Peers(n), but with two other
+// otherNetwork returns a scope like dataplanetest.Scope() and a state like dataplanetest.Peers(n), but with two other
 // devices that have VNI 7.
 func otherNetwork(n int) (dataplane.Scope, dataplane.State) {
-	scope := Scope()
+	scope := dataplanetest.Scope()
 	s := dataplane.NewState()
 	scope.Devices = []string{"flannel.7", "flannel-v6.7"}
 	names := map[string]string{dev4: scope.Devices[0], dev6: scope.Devices[1]}
-	for _, o := range objectsOf(Peers(n)) {
+	for _, o := range objectsOf(dataplanetest.Peers(n)) {
 		switch o := o.(type) {
 		case dataplane.Link:
 			o.Name = names[o.Name]
@@ -74,10 +76,10 @@ func otherNetwork(n int) (dataplane.Scope, dataplane.State) {
 }
 
 func retireDevice(f *fixture) {
-	f.reconcile(Peers(3), true)
+	f.reconcile(dataplanetest.Peers(3), true)
 	scope, want := otherNetwork(2)
 	f.reconcileIn(scope, want)
-	f.retire(Scope(), scope, 2)
+	f.retire(dataplanetest.Scope(), scope, 2)
 	have := f.readAll()
 	if len(have.Links) > 0 {
 		f.Errorf("%v still exist", have.Links)
@@ -93,26 +95,26 @@ func retireDevice(f *fixture) {
 // retireAll checks that Retire deletes only the devices of a network that is not used any more, because
 // the objects on them go with them.
 func retireAll(f *fixture) {
-	f.reconcile(Peers(3), true)
-	f.retire(Scope(), dataplane.Scope{}, 2)
+	f.reconcile(dataplanetest.Peers(3), true)
+	f.retire(dataplanetest.Scope(), dataplane.Scope{}, 2)
 	f.expect(dataplane.NewState())
 }
 
 func retireForDirect(f *fixture) {
-	f.reconcile(Peers(3), true)
+	f.reconcile(dataplanetest.Peers(3), true)
 	want := dataplane.NewState()
 	for _, r := range directRoutes(2, 9) {
 		want.Add(r)
 	}
-	present := dataplane.Scope{Networks: Scope().Networks, Shared: []string{"eth0"}}
+	present := dataplane.Scope{Networks: dataplanetest.Scope().Networks, Shared: []string{"eth0"}}
 	f.reconcileIn(present, want)
-	f.retire(Scope(), present, 2)
+	f.retire(dataplanetest.Scope(), present, 2)
 	f.expect(want)
 }
 
 func retireNetwork(f *fixture) {
-	f.reconcile(Peers(3), true)
-	present := dataplane.Scope{Devices: Scope().Devices, Networks: []netip.Prefix{
+	f.reconcile(dataplanetest.Peers(3), true)
+	present := dataplane.Scope{Devices: dataplanetest.Scope().Devices, Networks: []netip.Prefix{
 		netip.MustParsePrefix("172.30.0.0/16"), netip.MustParsePrefix("fd00:11::/32")}}
 	kept := []dataplane.Object{
 		dataplane.Addr{Dev: dev4, Prefix: netip.MustParsePrefix("172.30.1.0/32")},
@@ -125,8 +127,8 @@ func retireNetwork(f *fixture) {
 	f.put(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4, MAC: mac}, Dst: netip.MustParseAddr("198.18.0.1")})
 	// FDB entries do not depend on networks, so they belong to the scope of present and
 	// stay. Two addresses and four objects of each peer go.
-	f.retire(Scope(), present, 2+3*4)
-	have, err := f.Read(f.Context(), dataplane.Scope{Devices: Scope().Devices, Networks: append(Scope().Networks, present.Networks...)})
+	f.retire(dataplanetest.Scope(), present, 2+3*4)
+	have, err := f.Read(f.Context(), dataplane.Scope{Devices: dataplanetest.Scope().Devices, Networks: append(dataplanetest.Scope().Networks, present.Networks...)})
 	f.must(err)
 	for r := range have.AllRoutes() {
 		if r.Protocol == protoKernel {
@@ -135,7 +137,7 @@ func retireNetwork(f *fixture) {
 	}
 
 	want := state(dataplane.NewState(), kept...)
-	for _, o := range objectsOf(Peers(3)) {
+	for _, o := range objectsOf(dataplanetest.Peers(3)) {
 		switch o.(type) {
 		case dataplane.Link, dataplane.FDB:
 			want.Add(o)
@@ -155,7 +157,7 @@ func retireDirect(f *fixture) {
 	outside[0].Dst = netip.MustParsePrefix("172.30.0.0/16")
 	outside[1].Dst = netip.MustParsePrefix("fd00:11::/48")
 	f.must(f.Append(append(objects(ours), append(objects(theirs), objects(outside)...)...)...))
-	f.retire(dataplane.Scope{Networks: Scope().Networks, Shared: []string{"eth0"}}, dataplane.Scope{}, 2)
+	f.retire(dataplane.Scope{Networks: dataplanetest.Scope().Networks, Shared: []string{"eth0"}}, dataplane.Scope{}, 2)
 	if !f.has(theirs...) || !f.has(outside...) || f.has(ours[:1]...) || f.has(ours[1:]...) {
 		f.Errorf("routes are %v, want only ours deleted", f.readAll().Routes)
 	}
@@ -165,27 +167,27 @@ func retireDirect(f *fixture) {
 // keep a device with the name of a former one that flanneld did not create, but not the
 // addresses and neighbours of the former network on it. Covers must tell such scopes apart.
 func retireNothing(f *fixture) {
-	want := Peers(3)
+	want := dataplanetest.Peers(3)
 	f.reconcile(want, true)
-	f.retire(Scope(), Scope(), 0)
+	f.retire(dataplanetest.Scope(), dataplanetest.Scope(), 0)
 	f.expect(want)
 	f.must(f.Append(dataplane.Link{Name: "flannel.7", Kind: "bridge", MTU: 1500, Up: true}))
 	former, _ := otherNetwork(0)
 	f.must(f.Append(
 		dataplane.Addr{Dev: "flannel.7", Prefix: prefix.Host(subnet4(9).Addr())},
 		dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: "flannel.7", IP: subnet4(10).Addr()}, MAC: dataplane.MAC{2, 9}}))
-	f.retire(former, Scope(), 2)
+	f.retire(former, dataplanetest.Scope(), 2)
 	f.expect(want)
 
 	for _, tc := range []struct {
 		a, b   dataplane.Scope
 		covers bool
 	}{
-		{Scope(), Scope(), true},
-		{Scope(), dataplane.Scope{}, true},
-		{Scope(), former, false},
-		{Scope(), dataplane.Scope{Networks: []netip.Prefix{prefix.Host(subnet4(1).Addr())}}, true},
-		{Scope(), dataplane.Scope{Networks: []netip.Prefix{netip.MustParsePrefix("172.30.0.0/16")}}, false},
+		{dataplanetest.Scope(), dataplanetest.Scope(), true},
+		{dataplanetest.Scope(), dataplane.Scope{}, true},
+		{dataplanetest.Scope(), former, false},
+		{dataplanetest.Scope(), dataplane.Scope{Networks: []netip.Prefix{prefix.Host(subnet4(1).Addr())}}, true},
+		{dataplanetest.Scope(), dataplane.Scope{Networks: []netip.Prefix{netip.MustParsePrefix("172.30.0.0/16")}}, false},
 	} {
 		if got := tc.a.Covers(tc.b); got != tc.covers {
 			f.Errorf("%v covers %v: %t, want %t", tc.a, tc.b, got, tc.covers)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package dataplanetest
+package linux
 
 import (
 	"context"
@@ -13,24 +13,44 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 )
 
-// Contract checks that the kernels that newWorld returns do what dataplane.Kernel
+type contractCase struct {
+	name string
+	run  func(*fixture)
+}
+
+// contract checks that the kernels that newSubject returns do what dataplane.Kernel
 // describes, and that a Reconciler on such a kernel does what dataplane.Reconciler
 // describes.
-func Contract(t *testing.T, newWorld func(testing.TB) World) {
+func contract(t *testing.T, newSubject func(testing.TB) subject) {
 	t.Helper()
-	for _, cases := range [][]contractCase{objectCases(), linkCases(), routeCases(), freshCases(), exitCases(), driftCases(), duplicateCases(), retireCases()} {
-		for _, tc := range cases {
-			t.Run(tc.name, func(t *testing.T) { tc.run(newFixture(t, newWorld(t), 0)) })
-		}
+	cases := slices.Concat(objectCases(), linkCases(), retireCases())
+	both := slices.Concat(routeCases(), freshCases(), driftCases(), duplicateCases(), bridgeCases())
+	if _, ok := newSubject(t).(realKernel); ok {
+		cases = append(cases, kernelCases()...)
+		both = append(both, kernelDriftCases()...)
 	}
-	t.Run("an unchanged kernel is read once", func(t *testing.T) { readOnce(newFixture(t, newWorld(t), time.Hour)) })
-	t.Run("a refused route causes no read", func(t *testing.T) { refusedAgain(newFixture(t, newWorld(t), time.Hour)) })
-	t.Run("other programs change the kernel during and after a bulk of writes", func(t *testing.T) { disturbedBulk(newFixture(t, newWorld(t), time.Hour)) })
-	for _, tc := range slices.Concat(driftCases(), duplicateCases(), freshCases(), exitCases(), routeCases()) {
-		t.Run(tc.name+", by announcements alone", func(t *testing.T) { tc.run(newFixture(t, newWorld(t), time.Hour)) })
+
+	for _, tc := range slices.Concat(cases, both) {
+		t.Run(tc.name, func(t *testing.T) { tc.run(newFixture(t, newSubject(t), 0)) })
+	}
+	t.Run("an unchanged kernel is read once", func(t *testing.T) { readOnce(newFixture(t, newSubject(t), time.Hour)) })
+	t.Run("a refused route causes no read", func(t *testing.T) { refusedAgain(newFixture(t, newSubject(t), time.Hour)) })
+	t.Run("other programs change the kernel during and after a bulk of writes", func(t *testing.T) { disturbedBulk(newFixture(t, newSubject(t), time.Hour)) })
+	for _, tc := range both {
+		t.Run(tc.name+", by announcements alone", func(t *testing.T) { tc.run(newFixture(t, newSubject(t), time.Hour)) })
+	}
+}
+
+// kernelCases returns cases for a real kernel.
+func kernelCases() []contractCase {
+	return []contractCase{
+		{"devices ignore router advertisements", ignoredAdvertisements},
+		{"on-link lookups on a link without neighbours", withoutNeighbours},
 	}
 }
 
@@ -46,18 +66,20 @@ func objectCases() []contractCase {
 		{"a context that has ended", endedContext},
 		{"on-link lookups", onLink},
 		{"on-link lookups behind a default route without a gateway", defaultIsNoNetwork},
-		{"on-link lookups on a link without neighbours", withoutNeighbours},
 		{"on-link lookups over another device", overAnotherDevice},
 		{"changes that affect on-link lookups are announced", rerouted},
-		{"a muted monitor", muted},
 	}
 }
 
 func putIsRead(f *fixture) {
-	want := Peers(20)
+	want := dataplanetest.Peers(20)
 	f.put(objectsOf(want)...)
 	f.expect(want)
-	for _, dev := range Scope().Devices {
+}
+
+func ignoredAdvertisements(f *fixture) {
+	f.put(objectsOf(dataplanetest.Base())...)
+	for _, dev := range dataplanetest.Scope().Devices {
 		ra, err := f.AcceptRA(dev)
 		if err != nil || ra != "0" {
 			f.Errorf("accept_ra of %s is %q (%v), want 0", dev, ra, err)
@@ -68,23 +90,28 @@ func putIsRead(f *fixture) {
 // rerouted checks that Drain returns rerouted for changes of routes and links by other
 // programs outside of the scope, and not for own writes or neighbours.
 func rerouted(f *fixture) {
-	f.put(objectsOf(Base())...)
-	m, err := f.Monitor(Scope())
+	f.put(objectsOf(dataplanetest.Base())...)
+	m, err := f.Monitor(dataplanetest.Scope(), wait.NewSignal())
 	f.must(err)
 	defer m.Close()
 	toPeer := dataplane.NewRoute(netip.MustParsePrefix("198.51.100.7/32"), netip.MustParseAddr("192.168.77.9"), "eth0", false)
-	for _, step := range []struct {
+	type step struct {
 		name string
 		do   func(try int) error
 		want bool
-	}{
-		{"own writes", func(try int) error { f.put(Peer(3+try, 0)...); return nil }, false},
+	}
+	steps := []step{
+		{"own writes", func(try int) error { f.put(dataplanetest.Peer(3+try, 0)...); return nil }, false},
 		{"a route", func(int) error { return f.Append(toPeer) }, true},
 		{"nothing", func(int) error { return nil }, false},
 		{"a deleted route", func(int) error { return f.Remove(toPeer) }, true},
-		{"a neighbour", func(try int) error { return f.Learn(peer[dataplane.Neigh](100+try, 0)[0]) }, false},
 		{"a link", func(int) error { return f.SetUp("eth0", false) }, true},
-	} {
+	}
+	if f.realKernel != nil {
+		steps = append(steps, step{"a neighbour", func(try int) error { return f.Learn(peer[dataplane.Neigh](100+try, 0)[0]) }, false})
+	}
+
+	for _, step := range steps {
 		const tries = 5 // some may fail: the kernel still announces link-local addresses of new devices
 		got := !step.want
 		for try := 0; try < tries && got != step.want; try++ {
@@ -100,53 +127,14 @@ func rerouted(f *fixture) {
 	}
 }
 
-// muted checks that Mute suspends announcements until the next Drain, and that this Drain
-// reports lost. After that, a Drain must return the event of each change, and no other.
-func muted(f *fixture) {
-	f.put(objectsOf(Base())...)
-	m, err := f.Monitor(Scope())
-	f.must(err)
-	defer m.Close()
-	m.Drain()
-	m.Mute()
-	f.must(f.Append(Peer(2, 0)...))
-	if events, rerouted, lost := m.Drain(); len(events) > 0 || !rerouted || !lost {
-		f.Errorf("muted: events %v, rerouted %t, lost %t; want no events, true, true", events, rerouted, lost)
-	}
-
-	added := append(Peer(3, 0), dataplane.Addr{Dev: dev4, Prefix: prefix.Host(subnet4(1).Addr().Next())})
-	f.must(f.Append(added...))
-	events, _, lost := m.Drain()
-	// The kernel announces an IPv6 address again when its duplicate address detection ends.
-	events = slices.DeleteFunc(events, func(e dataplane.Event) bool {
-		a, ok := e.Object.(dataplane.Addr)
-		return ok && !e.Deleted && slices.Contains(objectsOf(Base()), dataplane.Object(a))
-	})
-	if lost {
-		f.Error("after a drain: lost is true, want false")
-	}
-
-	announced := dataplane.NewState()
-	for _, e := range events {
-		if e.Deleted || e.Object == nil {
-			f.Errorf("after a drain: event %v, want only those of new objects", e)
-			continue
-		}
-		announced.Add(e.Object)
-	}
-	if diff := diffStates(state(dataplane.NewState(), added...), announced); diff != "" || len(events) != len(added) {
-		f.Errorf("after a drain: %d events, objects (-want +got):\n%s", len(events), diff)
-	}
-}
-
 // onlyLinks checks that a read of a scope without networks returns only links. That saves a
 // router with a million routes a long read.
 func onlyLinks(f *fixture) {
-	f.put(objectsOf(Peers(3))...)
-	f.put(dataplane.NewDetour(netip.MustParseAddr("192.168.77.9"), Scope().Devices[0]))
-	s, err := f.Read(f.Context(), dataplane.Scope{Devices: Scope().Devices})
+	f.put(objectsOf(dataplanetest.Peers(3))...)
+	f.put(dataplane.NewDetour(netip.MustParseAddr("192.168.77.9"), dataplanetest.Scope().Devices[0]))
+	s, err := f.Read(f.Context(), dataplane.Scope{Devices: dataplanetest.Scope().Devices})
 	f.must(err)
-	if diff := diffStates(linksOf(Base()), s); diff != "" {
+	if diff := diffStates(linksOf(dataplanetest.Base()), s); diff != "" {
 		f.Errorf("state (-want +got):\n%s", diff)
 	}
 }
@@ -154,11 +142,11 @@ func onlyLinks(f *fixture) {
 // onlyConnected checks that a read of a scope with Connected returns only the directly
 // connected routes. It must still return all addresses, neighbours and FDB entries.
 func onlyConnected(f *fixture) {
-	f.put(objectsOf(Peers(3))...)
+	f.put(objectsOf(dataplanetest.Peers(3))...)
 	f.must(f.Append(bridge()...))
 	of6 := netip.PrefixFrom(subnet6(3).Addr().Next(), 64)
 	f.must(f.Append(dataplane.Addr{Dev: "cni0", Prefix: of6}))
-	scope := Scope()
+	scope := dataplanetest.Scope()
 	scope.Connected = true
 	s, err := f.Read(f.Context(), scope)
 	f.must(err)
@@ -189,35 +177,38 @@ func readOnce(f *fixture) {
 		report, err := f.reconciler.Reconcile(f.Context(), want, sweep)
 		f.must(err)
 		f.expect(want)
-		if report.Repaired != 0 || f.spy.brief != brief || f.spy.reads != reads {
+		if report.Repaired != 0 || f.spy.Brief != brief || f.spy.Reads != reads {
 			f.Errorf("%d of %d writes were repairs, after %d brief and %d full reads, want none after %d and %d",
-				report.Repaired, report.Puts, f.spy.brief, f.spy.reads, brief, reads)
+				report.Repaired, report.Puts, f.spy.Brief, f.spy.Reads, brief, reads)
 		}
 	}
 
-	reconcile(Base(), false, 1, 0)
-	reconcile(Base(), false, 1, 0)
-	reconcile(Peers(1), true, 2, 1)
-	reconcile(Peers(2), true, 2, 1)
+	reconcile(dataplanetest.Base(), false, 1, 0)
+	reconcile(dataplanetest.Base(), false, 1, 0)
+	reconcile(dataplanetest.Peers(1), true, 2, 1)
+	reconcile(dataplanetest.Peers(2), true, 2, 1)
 }
 
 // refusedAgain checks that routes that the kernel refuses in each pass cause no read, alone
 // and beside routes that succeed. Each report must contain a refusal for each such route, and
 // no other.
 func refusedAgain(f *fixture) {
-	f.reconcile(Peers(3), true)
-	f.spy.reads = 0
+	f.reconcile(dataplanetest.Peers(3), true)
+	f.spy.Reads = 0
 	bad := []dataplane.Object{
 		dataplane.NewRoute(subnet4(8), netip.MustParseAddr("192.0.2.1"), "eth0", false),
 		dataplane.NewRoute(subnet6(8), netip.MustParseAddr("2001:db8::1"), "eth0", false),
-		dataplane.NewRoute(subnet4(9), netip.MustParseAddr("192.168.77.255"), "eth0", false),
-		dataplane.NewRoute(subnet6(9), netip.MustParseAddr("fd00:77::1"), "eth0", false),
+	}
+	if f.realKernel != nil {
+		bad = append(bad,
+			dataplane.NewRoute(subnet4(9), netip.MustParseAddr("192.168.77.255"), "eth0", false),
+			dataplane.NewRoute(subnet6(9), netip.MustParseAddr("fd00:77::1"), "eth0", false))
 	}
 
-	for i, added := range [][]dataplane.Object{append(bad, Peer(5, 0)...), nil, Peer(6, 0), nil} {
+	for i, added := range [][]dataplane.Object{append(bad, dataplanetest.Peer(5, 0)...), nil, dataplanetest.Peer(6, 0), nil} {
 		var removed []dataplane.Object
 		if i == 2 {
-			removed = Peer(2, 0)
+			removed = dataplanetest.Peer(2, 0)
 		}
 
 		report, err := f.reconciler.Update(f.Context(), removed, added, true)
@@ -238,13 +229,13 @@ func refusedAgain(f *fixture) {
 			}
 		}
 	}
-	if f.spy.reads != 0 {
-		f.Errorf("%d reads, want none", f.spy.reads)
+	if f.spy.Reads != 0 {
+		f.Errorf("%d reads, want none", f.spy.Reads)
 	}
 
-	want := Peers(2)
-	want.Remove(Peer(2, 0)...)
-	f.expect(state(want, slices.Concat(Peer(4, 0), Peer(5, 0), Peer(6, 0))...))
+	want := dataplanetest.Peers(2)
+	want.Remove(dataplanetest.Peer(2, 0)...)
+	f.expect(state(want, slices.Concat(dataplanetest.Peer(4, 0), dataplanetest.Peer(5, 0), dataplanetest.Peer(6, 0))...))
 }
 
 // applyHook is a kernel that calls the function after at the end of each Apply with more than
@@ -272,13 +263,13 @@ func disturbedBulk(f *fixture) {
 	}
 
 	disturbed := 0
-	f.spy.Kernel = applyHook{f.World, func() {
+	f.spy.Kernel = applyHook{f.subject, func() {
 		disturbed++
-		f.must(f.Remove(Peer(2, 0)...))
+		f.must(f.Remove(dataplanetest.Peer(2, 0)...))
 	}}
 
-	report(f.reconciler.Reconcile(f.Context(), Peers(300), true))
-	f.expect(Peers(300))
+	report(f.reconciler.Reconcile(f.Context(), dataplanetest.Peers(300), true))
+	f.expect(dataplanetest.Peers(300))
 	if disturbed != 1 {
 		f.Fatalf("%d large batches of writes, want one", disturbed)
 	}
@@ -292,25 +283,25 @@ func disturbedBulk(f *fixture) {
 		}
 	}
 
-	f.spy.reads = 0
-	f.must(f.Remove(Peer(3, 0)...))
+	f.spy.Reads = 0
+	f.must(f.Remove(dataplanetest.Peer(3, 0)...))
 	select {
 	case <-f.reconciler.Changed():
 	case <-time.After(5 * time.Second):
 		f.Fatal("a change by another program after a bulk of writes was not announced")
 	}
-	if r := report(f.reconciler.Update(f.Context(), nil, nil, true)); r.Repaired == 0 || f.spy.reads != 0 {
-		f.Errorf("%d repairs after %d reads, want some after none", r.Repaired, f.spy.reads)
+	if r := report(f.reconciler.Update(f.Context(), nil, nil, true)); r.Repaired == 0 || f.spy.Reads != 0 {
+		f.Errorf("%d repairs after %d reads, want some after none", r.Repaired, f.spy.Reads)
 	}
-	f.expect(Peers(300))
+	f.expect(dataplanetest.Peers(300))
 }
 
 func repeated(f *fixture) {
-	want := Peers(3)
+	want := dataplanetest.Peers(3)
 	f.put(objectsOf(want)...)
 	f.put(objectsOf(want)...)
 	f.expect(want)
-	deletes := dataplane.Plan(want, Base(), Scope(), nil, true).Ops
+	deletes := dataplane.Plan(want, dataplanetest.Base(), dataplanetest.Scope(), nil, true).Ops
 	for _, d := range []string{dev4, dev6} {
 		deletes = append(deletes, dataplane.Op{Delete: true, Object: want.Links[d]})
 	}
@@ -318,13 +309,13 @@ func repeated(f *fixture) {
 	f.apply(deletes...)
 	f.expect(dataplane.NewState())
 	f.apply(deletes...)
-	f.put(objectsOf(Base())...)
+	f.put(objectsOf(dataplanetest.Base())...)
 	f.apply(deletes...) // the devices exist, but not the objects of peers
 	f.expect(dataplane.NewState())
 }
 
 func oneFailure(f *fixture) {
-	want := Peers(90)
+	want := dataplanetest.Peers(90)
 	bad := directRoutes(3, 0)[0]
 	bad.Dst, bad.Gateway = netip.MustParsePrefix("10.99.0.0/24"), netip.MustParseAddr("203.0.113.1")
 	var ops []dataplane.Op
@@ -343,23 +334,23 @@ func oneFailure(f *fixture) {
 }
 
 func thousands(f *fixture) {
-	want := Peers(400)
+	want := dataplanetest.Peers(400)
 	f.put(objectsOf(want)...)
 	f.expect(want)
-	f.reconcile(Base(), true)
-	f.expect(Base())
+	f.reconcile(dataplanetest.Base(), true)
+	f.expect(dataplanetest.Base())
 }
 
 func absentDevices(f *fixture) {
 	f.expect(dataplane.NewState())
-	for _, o := range append(Peer(2, 0), dataplane.Addr{Dev: dev4, Prefix: prefix.Host(subnet4(1).Addr())}) {
+	for _, o := range append(dataplanetest.Peer(2, 0), dataplane.Addr{Dev: dev4, Prefix: prefix.Host(subnet4(1).Addr())}) {
 		failed := f.Apply(f.Context(), []dataplane.Op{{Object: o}, {Delete: true, Object: o}})
 		if len(failed) != 1 || failed[0].Op.Delete || !errors.Is(failed[0], syscall.ENODEV) {
 			f.Errorf("%s: failures %v, want only the put: no such device", o, failed)
 		}
 	}
 
-	link := Base().Links[dev4]
+	link := dataplanetest.Base().Links[dev4]
 	link.VXLAN.Underlay = "eth9"
 	if failed := f.Apply(f.Context(), []dataplane.Op{{Object: link}}); len(failed) != 1 || !errors.Is(failed[0], syscall.ENODEV) {
 		f.Errorf("link above a missing device: failures %v, want no such device", failed)
@@ -370,11 +361,11 @@ func absentDevices(f *fixture) {
 func endedContext(f *fixture) {
 	ctx, cancel := context.WithCancel(f.Context())
 	cancel()
-	if _, err := f.Read(ctx, Scope()); !errors.Is(err, context.Canceled) {
+	if _, err := f.Read(ctx, dataplanetest.Scope()); !errors.Is(err, context.Canceled) {
 		f.Errorf("Read: %v, want the error of the context", err)
 	}
 	var ops []dataplane.Op
-	for _, o := range objectsOf(Peers(1)) {
+	for _, o := range objectsOf(dataplanetest.Peers(1)) {
 		ops = append(ops, dataplane.Op{Object: o})
 	}
 	if failed := f.Apply(ctx, ops); len(failed) != len(ops) {

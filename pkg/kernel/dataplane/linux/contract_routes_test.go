@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package dataplanetest
+package linux
 
 import (
 	"errors"
@@ -11,6 +11,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 )
 
 func routeCases() []contractCase {
@@ -24,7 +25,6 @@ func routeCases() []contractCase {
 		{"objects without a peer are swept", sweep},
 		{"routes on shared devices", sharedDevices},
 		{"a gateway out of reach", unreachable},
-		{"a gateway that is not another host", noOtherHost},
 		{"routes through nexthop objects", nexthopObjects},
 		{"detours left behind", detoursLeft},
 		{"an unreachable route", lastResort},
@@ -41,34 +41,36 @@ func freshCases() []contractCase {
 	}
 }
 
-// exitCases returns cases about devices that flanneld does not own, but that its routes use
-// or that are in the way of a route.
+func bridgeCases() []contractCase {
+	return []contractCase{{"the bridge that a peer was refused for is deleted", bridgeGoes}}
+}
+
+// exitCases returns cases about devices that flanneld does not own, but that its routes use.
 func exitCases() []contractCase {
 	nic := dataplane.Link{Name: nic, Kind: "veth", Up: true}
 	return []contractCase{
-		{"the bridge that a peer was refused for is deleted", bridgeGoes},
 		{"another interface goes down and comes up", func(f *fixture) {
-			secondInterface(f, func() {
+			whileInterface(f, func() {
 				f.must(f.SetUp(nic.Name, false))
 				f.must(f.SetUp(nic.Name, true))
 				f.must(f.Append(nicAddrs()[1])) // the kernel deletes IPv6 addresses when the link goes down
 			})
 		}},
 		{"another interface is created again", func(f *fixture) {
-			secondInterface(f, func() {
+			whileInterface(f, func() {
 				f.must(f.Remove(nic))
 				f.must(f.Append(nic))
 				f.must(f.Append(nicAddrs()...))
 			})
 		}},
 		{"another interface loses its addresses for a moment", func(f *fixture) {
-			secondInterface(f, func() {
+			whileInterface(f, func() {
 				f.must(f.Remove(nicAddrs()...))
 				f.must(f.Append(nicAddrs()...))
 			})
 		}},
 		{"another interface loses its carrier", func(f *fixture) {
-			secondInterface(f, func() { f.must(f.SetCarrier(nic.Name, false)) },
+			whileInterface(f, func() { f.must(f.SetCarrier(nic.Name, false)) },
 				func() { f.must(f.SetCarrier(nic.Name, true)) })
 		}},
 		{"the interface of many routes loses its carrier", manyWithoutCarrier},
@@ -101,26 +103,26 @@ func directRoutesOnNIC(i, n int) []dataplane.Route {
 func bridgeGoes(f *fixture) {
 	f.must(f.Append(bridge()...))
 	f.restart()
-	if report := f.reconcile(Peers(5), true); len(report.Refused) != 1 {
+	if report := f.reconcile(dataplanetest.Peers(5), true); len(report.Refused) != 1 {
 		f.Errorf("refused %v, want the route to %s", report.Refused, subnet4(3))
 	}
 	f.must(f.Remove(bridge()[0]))
-	if report := f.reconcile(Peers(5), true); len(report.Refused) > 0 {
+	if report := f.reconcile(dataplanetest.Peers(5), true); len(report.Refused) > 0 {
 		f.Errorf("refused %v, want nothing", report.Refused)
 	}
-	f.expect(Peers(5))
+	f.expect(dataplanetest.Peers(5))
 }
 
-// secondInterface checks that the Reconciler restores the routes to two directly reached
+// whileInterface checks that the Reconciler restores the routes to two directly reached
 // peers after each of the functions in change. One peer has plain routes. The other one has
-// adopted routes, which use nexthop objects of another program. secondInterface calls all
+// adopted routes, which use nexthop objects of another program. whileInterface calls all
 // functions twice, because the first time may discard what the monitor knows about the
 // device.
-func secondInterface(f *fixture, change ...func()) {
-	f.reconcile(Base(), true)
+func whileInterface(f *fixture, change ...func()) {
+	f.reconcile(dataplanetest.Base(), true)
 	f.must(f.Append(dataplane.Link{Name: nic, Kind: "veth", Up: true}))
 	f.must(f.Append(nicAddrs()...))
-	want := state(Base(), objects(append(directRoutesOnNIC(3, 9), directRoutesOnNIC(4, 10)...))...)
+	want := state(dataplanetest.Base(), objects(append(directRoutesOnNIC(3, 9), directRoutesOnNIC(4, 10)...))...)
 	for range 2 {
 		f.adopt(directRoutesOnNIC(4, 10), want)
 		for _, step := range change {
@@ -160,7 +162,7 @@ const adoptedNexthop = 47
 // that loses its carrier. The interface has so many routes that some use nexthop objects.
 // The kernel deletes the routes that use nexthop objects, and keeps the plain ones.
 func manyWithoutCarrier(f *fixture) {
-	want := Base()
+	want := dataplanetest.Base()
 	for i := range 300 {
 		want.Add(objects(directRoutes(2+i, 2+i%200))...)
 	}
@@ -172,7 +174,7 @@ func manyWithoutCarrier(f *fixture) {
 			f.reconcile(want, true)
 			f.expectForwarded(want)
 		}
-		f.reconcile(Base(), true)
+		f.reconcile(dataplanetest.Base(), true)
 		f.reconcile(want, true)
 	}
 }
@@ -180,9 +182,9 @@ func manyWithoutCarrier(f *fixture) {
 // foreignNexthopGoes checks that the Reconciler creates an adopted route again if another
 // program deletes its nexthop object. The kernel deletes all routes that use the object.
 func foreignNexthopGoes(f *fixture) {
-	want := state(Base(), Peer(3, 0)...)
+	want := state(dataplanetest.Base(), dataplanetest.Peer(3, 0)...)
 	for range 2 {
-		f.reconcile(Base(), true)
+		f.reconcile(dataplanetest.Base(), true)
 		f.adopt(peer[dataplane.Route](3, 0), want)
 		for i := range peer[dataplane.Route](3, 0) {
 			f.must(f.RemoveNexthop(adoptedNexthop + uint32(i)))
@@ -197,7 +199,7 @@ func foreignNexthopGoes(f *fixture) {
 // of a detour, is on a device of the scope, and has no gateway and a single address as its
 // destination.
 func detoursLeft(f *fixture) {
-	want := state(Base(), Peer(3, 0)...)
+	want := state(dataplanetest.Base(), dataplanetest.Peer(3, 0)...)
 	f.reconcile(want, true)
 	var left, others []dataplane.Route
 	for i, dev := range []string{dev4, dev6} {
@@ -244,7 +246,7 @@ func bridge() []dataplane.Object {
 // connectedNetwork checks that the Reconciler refuses a route that would make a bridge of
 // pods unreachable, and deletes its own earlier route.
 func connectedNetwork(f *fixture) {
-	want := Peers(5)
+	want := dataplanetest.Peers(5)
 	f.reconcile(want, true)
 	f.must(f.Append(bridge()...))
 	report := f.reconcile(want, true)
@@ -283,11 +285,11 @@ func others() []dataplane.Object {
 }
 
 func othersSurvive(f *fixture) {
-	f.reconcile(Peers(5), true)
+	f.reconcile(dataplanetest.Peers(5), true)
 	f.must(f.Append(others()...))
 	f.must(f.Append(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4}, Dst: netip.MustParseAddr("198.51.100.1")})) // the entry for unknown MACs
 	f.spy.Take()
-	f.reconcile(Base(), true)
+	f.reconcile(dataplanetest.Base(), true)
 	for _, op := range f.spy.Take() {
 		if e, ok := op.Object.(dataplane.FDB); ok && !e.MAC.IsUnicast() {
 			f.Errorf("%s, want no change of entries for groups", op)
@@ -296,7 +298,7 @@ func othersSurvive(f *fixture) {
 
 	have := f.readAll()
 	for _, o := range others() {
-		if !contains(have, o) {
+		if !have.Has(o) {
 			f.Errorf("%s was removed", o)
 		}
 	}
@@ -317,9 +319,9 @@ func (f *fixture) noGap(ops []dataplane.Op, dst netip.Prefix) {
 }
 
 func takeOver(f *fixture) {
-	f.reconcile(Base(), true)
+	f.reconcile(dataplanetest.Base(), true)
 	f.must(f.Append(objects(ofOther(protoBoot, directRoutes(3, 9)))...))
-	want := state(Base(), Peer(3, 0)...)
+	want := state(dataplanetest.Base(), dataplanetest.Peer(3, 0)...)
 	f.reconcile(want, false)
 	f.expect(want)
 	ops := f.spy.Take()
@@ -331,8 +333,8 @@ func takeOver(f *fixture) {
 // moveBetweenDevices checks that the routes to a peer move to the host's own L2 network and
 // back, as with direct routing, without a gap in either family.
 func moveBetweenDevices(f *fixture) {
-	tunnel := state(Base(), Peer(3, 0)...)
-	direct := state(Base(), objects(directRoutes(3, 9))...)
+	tunnel := state(dataplanetest.Base(), dataplanetest.Peer(3, 0)...)
+	direct := state(dataplanetest.Base(), objects(directRoutes(3, 9))...)
 	for _, want := range []dataplane.State{tunnel, direct, tunnel} {
 		f.spy.Take()
 		f.reconcile(want, true)
@@ -346,7 +348,7 @@ func moveBetweenDevices(f *fixture) {
 	// outside of the scope's networks.
 	f.must(f.Append(dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix("fd00::/16"), Type: dataplane.Unicast, Priority: 512},
 		Gateway: netip.MustParseAddr("fd00:77::9"), Dev: "eth0", Protocol: protoStatic}))
-	want := state(Base(), Peer(4, 0)...)
+	want := state(dataplanetest.Base(), dataplanetest.Peer(4, 0)...)
 	f.reconcile(want, true)
 	f.expect(want)
 }
@@ -354,7 +356,7 @@ func moveBetweenDevices(f *fixture) {
 // failedPut checks that, if the put of a route fails, the existing route to the destination
 // stays.
 func failedPut(f *fixture) {
-	f.reconcile(Base(), true)
+	f.reconcile(dataplanetest.Base(), true)
 	duplicates := ofOther(protoBoot, directRoutes(3, 9))
 	for i := range duplicates {
 		duplicates[i].Priority = 100
@@ -367,7 +369,7 @@ func failedPut(f *fixture) {
 		return nil
 	}
 
-	want := state(Base(), Peer(3, 0)...)
+	want := state(dataplanetest.Base(), dataplanetest.Peer(3, 0)...)
 	if _, err := f.reconciler.Reconcile(f.Context(), want, true); err == nil {
 		f.Error("no error, want the error of the put")
 	}
@@ -381,7 +383,7 @@ func failedPut(f *fixture) {
 
 // stale returns the state that an earlier process left behind.
 func stale() dataplane.State {
-	s := state(Base(), Peer(6, 0)...)
+	s := state(dataplanetest.Base(), dataplanetest.Peer(6, 0)...)
 	s.Add(objects(directRoutes(7, 7))...)
 	s.Add(dataplane.Addr{Dev: dev4, Prefix: netip.MustParsePrefix("10.9.9.0/32")},
 		dataplane.Addr{Dev: dev6, Prefix: netip.MustParsePrefix("fd00:10:9::/128")})
@@ -390,15 +392,15 @@ func stale() dataplane.State {
 
 func noSweep(f *fixture) {
 	f.put(objectsOf(stale())...)
-	f.reconcile(state(Base(), Peer(2, 0)...), false)
-	f.expect(state(stale(), Peer(2, 0)...))
+	f.reconcile(state(dataplanetest.Base(), dataplanetest.Peer(2, 0)...), false)
+	f.expect(state(stale(), dataplanetest.Peer(2, 0)...))
 	f.expectPuts()
 }
 
 func sweep(f *fixture) {
 	f.put(objectsOf(stale())...)
-	f.reconcile(state(Base(), Peer(2, 0)...), true)
-	f.expect(state(Base(), Peer(2, 0)...))
+	f.reconcile(state(dataplanetest.Base(), dataplanetest.Peer(2, 0)...), true)
+	f.expect(state(dataplanetest.Base(), dataplanetest.Peer(2, 0)...))
 }
 
 // sharedDevices checks that the Reconciler deletes an unwanted route on a shared device only
@@ -422,7 +424,7 @@ func sharedDevices(f *fixture) {
 // unreachable checks that the Reconciler refuses the routes of a peer whose gateway is not
 // on the host's L2 network, and that this affects no other peer.
 func unreachable(f *fixture) {
-	want := state(Base(), objects(directRoutes(3, 9))...)
+	want := state(dataplanetest.Base(), objects(directRoutes(3, 9))...)
 	bad := []dataplane.Route{
 		dataplane.NewRoute(subnet4(4), netip.MustParseAddr("192.0.2.1"), "eth0", false),
 		dataplane.NewRoute(subnet6(4), netip.MustParseAddr("2001:db8::1"), "eth0", false),
@@ -448,7 +450,7 @@ func noOtherHost(f *fixture) {
 	}
 
 	f.must(f.Append(own...))
-	want := state(Base(), objects(directRoutes(3, 9))...)
+	want := state(dataplanetest.Base(), objects(directRoutes(3, 9))...)
 	bad := append(peer[dataplane.Route](4, 0),
 		dataplane.NewRoute(subnet4(5), netip.MustParseAddr("192.168.77.255"), "eth0", false),
 		dataplane.NewRoute(subnet6(5), netip.MustParseAddr("fd00:77::1"), "eth0", false))
@@ -475,11 +477,11 @@ func noOtherHost(f *fixture) {
 // nexthopObjects checks that the Reconciler adopts routes through nexthop objects, and that
 // it can delete them.
 func nexthopObjects(f *fixture) {
-	want := state(Base(), Peer(3, 0)...)
-	f.reconcile(Base(), true)
+	want := state(dataplanetest.Base(), dataplanetest.Peer(3, 0)...)
+	f.reconcile(dataplanetest.Base(), true)
 	f.spy.Take()
 
-	for id, o := range Peer(3, 0) {
+	for id, o := range dataplanetest.Peer(3, 0) {
 		if r, ok := o.(dataplane.Route); ok {
 			r.NexthopID = uint32(id + 7)
 			r.Protocol = protoBoot
@@ -490,8 +492,8 @@ func nexthopObjects(f *fixture) {
 
 	f.reconcile(want, true)
 	f.expectUntouched() // all routes are adopted
-	f.reconcile(Base(), true)
-	f.expect(Base())
+	f.reconcile(dataplanetest.Base(), true)
+	f.expect(dataplanetest.Base())
 }
 
 func lastResort(f *fixture) {
@@ -499,19 +501,19 @@ func lastResort(f *fixture) {
 	for _, r := range directRoutes(2, 9) {
 		want = append(want, dataplane.Route{RouteKey: dataplane.RouteKey{Dst: r.Dst, Priority: r.Priority, Type: dataplane.Unreachable}, Protocol: dataplane.Protocol})
 	}
-	f.reconcile(state(Base(), objects(want)...), true)
-	f.expect(state(Base(), objects(want)...))
-	f.reconcile(state(Base(), Peer(2, 0)...), true)
-	f.expect(state(Base(), Peer(2, 0)...))
-	f.reconcile(state(Base(), objects(want)...), true)
-	f.expect(state(Base(), objects(want)...))
-	f.reconcile(Base(), true)
-	f.expect(Base())
+	f.reconcile(state(dataplanetest.Base(), objects(want)...), true)
+	f.expect(state(dataplanetest.Base(), objects(want)...))
+	f.reconcile(state(dataplanetest.Base(), dataplanetest.Peer(2, 0)...), true)
+	f.expect(state(dataplanetest.Base(), dataplanetest.Peer(2, 0)...))
+	f.reconcile(state(dataplanetest.Base(), objects(want)...), true)
+	f.expect(state(dataplanetest.Base(), objects(want)...))
+	f.reconcile(dataplanetest.Base(), true)
+	f.expect(dataplanetest.Base())
 }
 
 // exclusivePut checks that an exclusive put creates a route and never replaces one.
 func exclusivePut(f *fixture) {
-	f.reconcile(Base(), true)
+	f.reconcile(dataplanetest.Base(), true)
 	theirs := ofOther(protoStatic, directRoutes(3, 9))
 	f.must(f.Append(objects(theirs)...))
 	for i, ours := range [][]dataplane.Route{directRoutes(3, 7), directRoutes(4, 7)} {
@@ -524,7 +526,7 @@ func exclusivePut(f *fixture) {
 			}
 		}
 	}
-	f.expect(state(Base(), append(objects(theirs), objects(directRoutes(4, 7))...)...))
+	f.expect(state(dataplanetest.Base(), append(objects(theirs), objects(directRoutes(4, 7))...)...))
 }
 
 // routesBeside returns routes of other programs to the subnets of host 5. Their metric is higher than
@@ -544,7 +546,7 @@ func freshDevices(f *fixture) {
 	f.must(f.Append(bridge()...))
 	f.must(f.Append(routesBeside()...))
 	f.must(f.Append(objects(ofOther(protoStatic, directRoutes(4, 9)))...))
-	want := Peers(5)
+	want := dataplanetest.Peers(5)
 	report := f.reconcile(state(want), true)
 	if len(report.Refused) != 1 || report.Refused[0].Route.Dst != subnet4(3) {
 		f.Errorf("refused %v, want the route to %s", report.Refused, subnet4(3))
@@ -570,14 +572,14 @@ func freshDevices(f *fixture) {
 // even without sweep. Only a read can find the duplicates.
 func freshDuplicates(f *fixture) {
 	f.must(f.Append(routesBeside()...))
-	f.reconcile(Peers(5), false)
-	f.expect(Peers(5))
+	f.reconcile(dataplanetest.Peers(5), false)
+	f.expect(dataplanetest.Peers(5))
 }
 
 // freshReadFails checks that, if the brief read before the first routes on new devices
 // fails, no route is created before a full read.
 func freshReadFails(f *fixture) {
-	_, err := f.reconciler.Reconcile(f.Context(), Base(), false)
+	_, err := f.reconciler.Reconcile(f.Context(), dataplanetest.Base(), false)
 	f.must(err)
 	fail := true
 	f.spy.ReadError = func() error {
@@ -589,18 +591,18 @@ func freshReadFails(f *fixture) {
 	}
 
 	f.spy.Fail = func(op dataplane.Op) error {
-		if _, ok := op.Object.(dataplane.Route); ok && f.spy.reads == 0 {
+		if _, ok := op.Object.(dataplane.Route); ok && f.spy.Reads == 0 {
 			f.Errorf("%s before a full read", op)
 		}
 		return nil
 	}
 
-	_, err = f.reconciler.Reconcile(f.Context(), Peers(3), true)
+	_, err = f.reconciler.Reconcile(f.Context(), dataplanetest.Peers(3), true)
 	f.must(err)
 	if fail {
 		f.Error("there was no read")
 	}
-	f.expect(Peers(3))
+	f.expect(dataplanetest.Peers(3))
 }
 
 // ownMTU checks that a route gets a wanted MTU without a gap, and loses it without a gap when no MTU is
@@ -608,8 +610,8 @@ func freshReadFails(f *fixture) {
 // is wanted, another program's route must keep its MTU.
 func ownMTU(f *fixture) {
 	narrowed := func(mtu int) dataplane.State {
-		s := Base()
-		for _, o := range Peer(3, 0) {
+		s := dataplanetest.Base()
+		for _, o := range dataplanetest.Peer(3, 0) {
 			if r, ok := o.(dataplane.Route); ok {
 				r.MTU = mtu
 				o = r
@@ -660,7 +662,7 @@ func ownMTU(f *fixture) {
 	foreign := replace(protoBoot, 1350)
 	f.reconcile(narrowed(0), true)
 	for _, r := range foreign {
-		if have := f.read(); !have.HasRoute(r) {
+		if have := f.read(); !have.Has(r) {
 			f.Errorf("routes to %s: %v, want the one of another program with its MTU", r.Dst, have.Routes[r.Dst])
 		}
 	}

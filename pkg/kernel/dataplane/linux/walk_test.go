@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package dataplanetest
+package linux
 
 import (
 	"maps"
@@ -13,6 +13,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 )
 
 // hosts is the number of peers of a walk. It is small, so that steps often concern the
@@ -31,25 +32,25 @@ type walk struct {
 	refused   map[netip.Prefix]bool    // wanted routes that the kernel refuses
 	recorded  map[dataplane.Route]bool // routes that were wanted at some time, without the attributes that adopting ignores
 	kept      map[dataplane.Route]bool // routes of other programs that must not change
-	disturber Disturber                // nil if the world does not implement it
-	traffic   Traffic                  // nil if the world does not implement it
+	disturber disturber                // nil if the world does not implement it
+	traffic   traffic                  // nil if the world does not implement it
 }
 
-// Walk leads a Reconciler through random steps in w, as many as the number in steps. It logs
+// walkThrough leads a Reconciler through random steps in w, as many as the number in steps. It logs
 // the random seed. resync is the interval of the Reconciler's full reads. If it is zero
 // every pass reads the kernel. If it is long the Reconciler depends on the announcements of
 // changes by other programs.
-func Walk(t testing.TB, w World, steps int, resync time.Duration) {
+func walkThrough(t testing.TB, w subject, steps int, resync time.Duration) {
 	t.Helper()
-	WalkFrom(t, w, steps, resync, uint64(time.Now().UnixNano()))
+	walkFrom(t, w, steps, resync, uint64(time.Now().UnixNano()))
 }
 
-// WalkFrom is like Walk, with a given seed.
-func WalkFrom(t testing.TB, w World, steps int, resync time.Duration, seed uint64) {
+// walkFrom is like walkThrough, with a given seed.
+func walkFrom(t testing.TB, w subject, steps int, resync time.Duration, seed uint64) {
 	t.Helper()
 	t.Logf("seed %d", seed)
 	wk := &walk{
-		fixture: newFixture(t, w, resync), last: dataplane.NewState(), rnd: rand.New(rand.NewPCG(seed, 0)), want: Base(),
+		fixture: newFixture(t, w, resync), last: dataplane.NewState(), rnd: rand.New(rand.NewPCG(seed, 0)), want: dataplanetest.Base(),
 		recorded: map[dataplane.Route]bool{}, kept: map[dataplane.Route]bool{},
 	}
 
@@ -67,17 +68,17 @@ func WalkFrom(t testing.TB, w World, steps int, resync time.Duration, seed uint6
 		return nil
 	}
 	if resync > 0 {
-		wk.spy.Lose = func() bool { return wk.failing && wk.chance(3) }
+		wk.lose = func() bool { return wk.failing && wk.chance(3) }
 	}
 
 	wk.must(wk.Append(dataplane.Link{Name: nic, Kind: "veth", Up: true}))
 	wk.must(wk.Append(nicAddrs()...))
-	if traffic, ok := w.(Traffic); ok {
+	if traffic, ok := w.(traffic); ok {
 		wk.want.Add(traffic.Remote()...)
 		wk.traffic = traffic
 	}
 
-	wk.disturber, _ = w.(Disturber)
+	wk.disturber, _ = w.(disturber)
 	for step := range steps {
 		wk.step()
 		if wk.chance(10) || step == steps-1 {
@@ -118,13 +119,13 @@ func (w *walk) update(sweep bool) (dataplane.Report, error) {
 
 	var removed, added []dataplane.Object
 	for _, o := range objectsOf(before) {
-		if !contains(now, o) {
+		if !now.Has(o) {
 			removed = append(removed, o)
 		}
 	}
 
 	for _, o := range objectsOf(now) {
-		if !contains(before, o) {
+		if !before.Has(o) {
 			added = append(added, o)
 		}
 	}
@@ -158,7 +159,7 @@ func (w *walk) changeWant() {
 
 	switch n := w.rnd.IntN(10); {
 	case n < 5:
-		for _, o := range Peer(i, variant) {
+		for _, o := range dataplanetest.Peer(i, variant) {
 			if r, ok := o.(dataplane.Route); ok && w.chance(30) {
 				r.MTU = 1300 + w.rnd.IntN(2)
 				o = r
@@ -167,7 +168,7 @@ func (w *walk) changeWant() {
 		}
 
 	case n < 6:
-		w.want.Add(Peer(i, variant)[3*variant : 3*variant+3]...) // only one family
+		w.want.Add(dataplanetest.Peer(i, variant)[3*variant : 3*variant+3]...) // only one family
 	case n < 7:
 		w.want.Add(objects(w.anyDirectRoutes(i, 10+variant))...)
 	case n < 8: // the gateway is unreachable (variant 0) or is not another host (variant 1)
@@ -191,7 +192,7 @@ func (w *walk) anyDirectRoutes(i, n int) []dataplane.Route {
 // anyLink returns one of the scope's devices with random parameters. Some differ from Base
 // so that the device must be replaced, others so that the kernel can change it in place.
 func (w *walk) anyLink() dataplane.Link {
-	l := Base().Links[Scope().Devices[w.rnd.IntN(2)]]
+	l := dataplanetest.Base().Links[dataplanetest.Scope().Devices[w.rnd.IntN(2)]]
 	l.MTU -= 10 * w.rnd.IntN(2)
 	l.MAC[0] += byte(4 * w.rnd.IntN(2))
 	l.VXLAN.Learning = w.chance(50)
@@ -205,7 +206,7 @@ func (w *walk) anyLink() dataplane.Link {
 func (w *walk) disturb() {
 	i := 2 + w.rnd.IntN(hosts)
 	n := w.rnd.IntN(20)
-	dev := Scope().Devices[w.rnd.IntN(2)]
+	dev := dataplanetest.Scope().Devices[w.rnd.IntN(2)]
 	switch w.rnd.IntN(20) {
 	case 0:
 		_ = w.Remove(dataplane.Link{Name: dev})
@@ -218,16 +219,18 @@ func (w *walk) disturb() {
 	case 4, 5, 6:
 		w.addDuplicate(i, n)
 	case 7:
-		_ = w.Append(Peer(i, n%3)[w.rnd.IntN(6)])
+		_ = w.Append(dataplanetest.Peer(i, n%3)[w.rnd.IntN(6)])
 	case 8:
-		_ = w.Remove(Peer(i, n%2)[w.rnd.IntN(6)])
+		_ = w.Remove(dataplanetest.Peer(i, n%2)[w.rnd.IntN(6)])
 	case 9:
 		e := peer[dataplane.FDB](i, n%3)[n%2]
 		e.Override = w.chance(50)
 		_ = w.Append(e)
 
 	case 10:
-		_ = w.Learn(peer[dataplane.Neigh](i, n%2)[n%2])
+		if w.realKernel != nil {
+			_ = w.Learn(peer[dataplane.Neigh](i, n%2)[n%2])
+		}
 	case 11:
 		_ = w.Append(dataplane.Addr{Dev: dev4, Prefix: netip.PrefixFrom(subnet4(i).Addr(), 32)},
 			dataplane.Addr{Dev: dev6, Prefix: netip.PrefixFrom(subnet6(1).Addr(), 64+64*(n%2))})
@@ -239,13 +242,17 @@ func (w *walk) disturb() {
 		w.kept[r] = true
 
 	case 16:
-		w.must(w.SetCarrier([]string{"eth0", nic}[n%2], w.chance(50)))
+		if w.realKernel != nil {
+			w.must(w.SetCarrier([]string{"eth0", nic}[n%2], w.chance(50)))
+		}
 	case 17:
 		w.flap(n)
 	case 18:
-		w.useNexthops()
+		if w.realKernel != nil {
+			w.useNexthops()
+		}
 	case 19:
-		_ = w.Append(dataplane.NewDetour(peer[dataplane.FDB](i, n%3)[n%2].Dst, Scope().Devices[n%2]))
+		_ = w.Append(dataplane.NewDetour(peer[dataplane.FDB](i, n%3)[n%2].Dst, dataplanetest.Scope().Devices[n%2]))
 	case 14:
 		if w.disturber != nil && w.chance(30) {
 			w.must(w.disturber.Overflow())
@@ -333,7 +340,7 @@ func (w *walk) wanted(o dataplane.Object) bool {
 }
 
 func (w *walk) mayDelete(o dataplane.Object) bool {
-	ours := func(dev string) bool { return slices.Contains(Scope().Devices, dev) }
+	ours := func(dev string) bool { return slices.Contains(dataplanetest.Scope().Devices, dev) }
 	switch o := o.(type) {
 	case dataplane.Link:
 		want, ok := w.want.Links[o.Name]
@@ -385,11 +392,11 @@ func (w *walk) inTheWay(a dataplane.Addr) bool {
 }
 
 func (w *walk) inNetworks(p netip.Prefix) bool {
-	return slices.ContainsFunc(Scope().Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
+	return slices.ContainsFunc(dataplanetest.Scope().Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
 }
 
 // converge tests that an update with sweep and without failures reaches the wanted state,
-// that packets then pass if the world implements Traffic, and that the routes in w.kept stay.
+// that packets then pass if the world implements traffic, and that the routes in w.kept stay.
 func (w *walk) converge() {
 	w.Helper()
 	w.failing = false
@@ -440,7 +447,7 @@ func (w *walk) compare() {
 		switch {
 		case r.Protocol == protoKernel, w.refused[r.Dst], w.kept[r]:
 			have.Remove(r)
-		case !dsts[r.Dst] && r.Protocol != dataplane.Protocol && !slices.Contains(Scope().Devices, r.Dev):
+		case !dsts[r.Dst] && r.Protocol != dataplane.Protocol && !slices.Contains(dataplanetest.Scope().Devices, r.Dev):
 			have.Remove(r) // a route of another program, to a destination that is not wanted
 		default: // a wanted route, which may be adopted
 			have.Remove(r)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package dataplanetest
+package linux
 
 import (
 	"context"
@@ -13,85 +13,23 @@ import (
 	"github.com/google/go-cmp/cmp/cmpopts"
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 )
 
 const (
 	dev4, dev6 = "flannel.1", "flannel-v6.1"
 
+	protoKernel = 2
 	protoBoot   = 3 // protocol number of routes of other flannel daemons and of ip(8)
 	protoStatic = 4
 )
 
-// Scope returns the scope of a dual-stack vxlan network.
-func Scope() dataplane.Scope {
-	return dataplane.Scope{
-		Devices:  []string{dev4, dev6},
-		Networks: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00:10::/32")},
-	}
-}
-
-// Base returns the two devices of a dual-stack vxlan network, with the addresses of subnet
-// 1, which is this host's.
-func Base() dataplane.State {
-	s := dataplane.NewState()
-	for _, d := range []struct {
-		name, local string
-		mac         byte
-		mtu         int
-	}{{dev4, "192.168.77.1", 4, 1450}, {dev6, "fd00:77::1", 6, 1430}} {
-		s.Add(dataplane.Link{
-			Name: d.name, Kind: "vxlan", MAC: dataplane.MAC{2, 0, 0, 0xff, 0, d.mac}, MTU: d.mtu, Up: true,
-			VXLAN: dataplane.VXLAN{VNI: 1, Port: 8472, Local: netip.MustParseAddr(d.local), Underlay: "eth0"},
-		})
-	}
-
-	s.Add(
-		dataplane.Addr{Dev: dev4, Prefix: prefix.Host(subnet4(1).Addr())},
-		dataplane.Addr{Dev: dev6, Prefix: prefix.Host(subnet6(1).Addr())})
-	return s
-}
-
 // subnet4 and subnet6 are the subnets of host i.
-func subnet4(i int) netip.Prefix {
-	return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(5 + i>>8), byte(i), 0}), 24)
-}
+func subnet4(i int) netip.Prefix { return peer[dataplane.Route](i, 0)[0].Dst }
 
-func subnet6(i int) netip.Prefix {
-	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0xfd, 0, 0, 0x10, 0, 5, byte(i >> 8), byte(i)}), 64)
-}
-
-func isFamily6(p netip.Prefix) bool { return p.Addr().Is6() }
-
-// Peer returns the objects for host i in both families, the IPv4 ones first: a neighbour,
-// an FDB entry and a route each. Peers with the same index and different variants have the
-// same subnets, and different MACs and host addresses.
-func Peer(i, variant int) []dataplane.Object {
-	var objects []dataplane.Object
-	for _, p := range []netip.Prefix{subnet4(i), subnet6(i)} {
-		dev := dev4
-		dst := netip.AddrFrom4([4]byte{198, byte(18 + variant), byte(i >> 8), byte(i)})
-		if isFamily6(p) {
-			dev, dst = dev6, netip.AddrFrom16([16]byte{0x20, 1, 0xd, 0xb8, byte(variant), 0, byte(i >> 8), byte(i)})
-		}
-		mac := dataplane.MAC{2, byte(variant), dev[len(dev)-3], 0, byte(i >> 8), byte(i)}
-		objects = append(objects,
-			dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev, IP: p.Addr()}, MAC: mac},
-			dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev, MAC: mac}, Dst: dst},
-			dataplane.NewRoute(p, p.Addr(), dev, true))
-	}
-	return objects
-}
-
-// Peers returns Base with peers 2 to n+1.
-func Peers(n int) dataplane.State {
-	s := Base()
-	for i := range n {
-		s.Add(Peer(i+2, 0)...)
-	}
-	return s
-}
+func subnet6(i int) netip.Prefix { return peer[dataplane.Route](i, 0)[1].Dst }
 
 // directRoutes returns an IPv4 and an IPv6 route to the subnets of host i. The gateways are
 // host n of eth0's networks, such as 192.168.77.n.
@@ -112,33 +50,53 @@ func canonical(r dataplane.Route) dataplane.Route {
 	return r
 }
 
-// NewReconciler returns a Reconciler for Scope. It is closed at the end of the test.
-func NewReconciler(t testing.TB, k dataplane.Kernel, resync time.Duration) *dataplane.Reconciler {
-	t.Helper()
-	r, err := dataplane.NewReconciler(dataplane.Config{Kernel: k, Scope: Scope(), Resync: resync})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = r.Close() })
-	return r
-}
-
-// fixture is a World under test, with a Reconciler.
+// fixture is a subject under test, with a Reconciler.
 type fixture struct {
 	testing.TB
-	World
-	spy        *Spy
+	subject
+	realKernel // nil for the kernel in memory
+	spy        *dataplanetest.Spy
+	lose       func() bool // whether to drop the announcements of a Drain; may be nil
 	resync     time.Duration
 	reconciler *dataplane.Reconciler
 }
 
-func newFixture(t testing.TB, w World, resync time.Duration) *fixture {
-	spy := &Spy{Kernel: w}
-	return &fixture{TB: t, World: w, spy: spy, resync: resync, reconciler: NewReconciler(t, spy, resync)}
+func newFixture(t testing.TB, w subject, resync time.Duration) *fixture {
+	spy := &dataplanetest.Spy{Kernel: w}
+	kernel, _ := w.(realKernel)
+	f := &fixture{TB: t, subject: w, realKernel: kernel, spy: spy, resync: resync}
+	f.restart()
+	return f
 }
 
-// restart replaces the Reconciler by a new one, which knows nothing about the kernel.
-func (f *fixture) restart() { f.reconciler = NewReconciler(f.TB, f.spy, f.resync) }
+// restart makes a new Reconciler, which knows nothing about the kernel.
+func (f *fixture) restart() {
+	f.reconciler = dataplanetest.NewReconciler(f.TB, lossyKernel{f.spy, f}, f.resync)
+}
+
+// lossyKernel is a kernel whose monitors lose announcements when the fixture says so.
+type lossyKernel struct {
+	dataplane.Kernel
+	of *fixture
+}
+
+func (k lossyKernel) Monitor(s dataplane.Scope, changed wait.Signal) (dataplane.Monitor, error) {
+	m, err := k.Kernel.Monitor(s, changed)
+	return lossyMonitor{m, k.of}, err
+}
+
+type lossyMonitor struct {
+	dataplane.Monitor
+	of *fixture
+}
+
+func (m lossyMonitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
+	events, rerouted, lost = m.Monitor.Drain()
+	if m.of.lose != nil && m.of.lose() {
+		return nil, true, true
+	}
+	return events, rerouted, lost
+}
 
 // Context returns a context whose logger is silent.
 func (f *fixture) Context() context.Context {
@@ -155,7 +113,7 @@ func (f *fixture) must(err error) {
 
 func (f *fixture) read() dataplane.State {
 	f.Helper()
-	s, err := f.Read(f.Context(), Scope())
+	s, err := f.Read(f.Context(), dataplanetest.Scope())
 	f.must(err)
 	return s
 }
@@ -165,7 +123,7 @@ func (f *fixture) read() dataplane.State {
 func (f *fixture) readAll() dataplane.State {
 	f.Helper()
 	s, err := f.Read(f.Context(), dataplane.Scope{
-		Devices:  Scope().Devices,
+		Devices:  dataplanetest.Scope().Devices,
 		Networks: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")},
 	})
 	f.must(err)
@@ -249,7 +207,7 @@ func (f *fixture) repair(want dataplane.State) {
 // as want: Plan must find no change.
 func (f *fixture) expectForwarded(want dataplane.State) {
 	f.Helper()
-	if ops := dataplane.Plan(f.read(), want, Scope(), nil, true).Ops; len(ops) > 0 {
+	if ops := dataplane.Plan(f.read(), want, dataplanetest.Scope(), nil, true).Ops; len(ops) > 0 {
 		f.Fatalf("%d changes remain, the first is %s", len(ops), ops[0])
 	}
 }
@@ -258,7 +216,7 @@ func (f *fixture) expectForwarded(want dataplane.State) {
 func (f *fixture) has(routes ...dataplane.Route) bool {
 	f.Helper()
 	have := f.readAll()
-	return !slices.ContainsFunc(routes, func(r dataplane.Route) bool { return !have.HasRoute(r) })
+	return !slices.ContainsFunc(routes, func(r dataplane.Route) bool { return !have.Has(r) })
 }
 
 // expectPuts fails the test if the Reconciler has deleted anything since the last look.
@@ -298,13 +256,7 @@ func state(base dataplane.State, objects ...dataplane.Object) dataplane.State {
 	return s
 }
 
-func objectsOf(s dataplane.State) []dataplane.Object {
-	var objects []dataplane.Object
-	for _, op := range dataplane.Plan(dataplane.NewState(), s, Scope(), nil, false).Ops {
-		objects = append(objects, op.Object)
-	}
-	return objects
-}
+func objectsOf(s dataplane.State) []dataplane.Object { return slices.Collect(s.All()) }
 
 func objects[T dataplane.Object](of []T) []dataplane.Object {
 	var all []dataplane.Object
