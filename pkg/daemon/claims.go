@@ -15,10 +15,9 @@ import (
 
 // claims are what one of several networks needs for itself on this host.
 type claims struct {
-	devices  []string
-	ports    []port
 	networks []netip.Prefix
-	files    []string
+	names    []string // of devices and files, each after its kind
+	ports    []port
 }
 
 type port struct {
@@ -34,8 +33,12 @@ func claimsOf(cfg subnet.Config, be backend.Backend) claims {
 		return c
 	}
 
-	c.devices = be.Scope().Devices
-	c.files = backend.Files(be)
+	for _, name := range be.Scope().Devices {
+		c.names = append(c.names, "device "+name)
+	}
+	for _, path := range backend.Files(be) {
+		c.names = append(c.names, "file "+path)
+	}
 	for kind, numbers := range backend.PortsByType(be, cfg.BackendType) {
 		for _, n := range numbers {
 			c.ports = append(c.ports, port{n, kind})
@@ -47,12 +50,11 @@ func claimsOf(cfg subnet.Config, be backend.Backend) claims {
 
 // beyond returns what c claims and none of the others does.
 func (c claims) beyond(others []claims) claims {
-	rest := claims{slices.Clone(c.devices), slices.Clone(c.ports), slices.Clone(c.networks), slices.Clone(c.files)}
+	rest := claims{slices.Clone(c.networks), slices.Clone(c.names), slices.Clone(c.ports)}
 
 	for _, o := range others {
-		rest.devices = slices.DeleteFunc(rest.devices, func(d string) bool { return slices.Contains(o.devices, d) })
+		rest.names = slices.DeleteFunc(rest.names, func(name string) bool { return slices.Contains(o.names, name) })
 		rest.ports = slices.DeleteFunc(rest.ports, func(p port) bool { return slices.Contains(o.ports, p) })
-		rest.files = slices.DeleteFunc(rest.files, func(f string) bool { return slices.Contains(o.files, f) })
 		rest.networks = slices.DeleteFunc(rest.networks, func(n netip.Prefix) bool {
 			return slices.ContainsFunc(o.networks, func(outer netip.Prefix) bool { return prefix.Contains(outer, n) })
 		})
@@ -70,14 +72,9 @@ func (c claims) clash(other claims) string {
 		}
 	}
 
-	for _, d := range c.devices {
-		if slices.Contains(other.devices, d) {
-			return "both have the device " + d
-		}
-	}
-	for _, f := range c.files {
-		if slices.Contains(other.files, f) {
-			return "both have the file " + f
+	for _, name := range c.names {
+		if slices.Contains(other.names, name) {
+			return "both have the " + name
 		}
 	}
 

@@ -20,10 +20,10 @@ func TestClaims(t *testing.T) {
 	of := func(backend, network, device, file string, number int) claims {
 		c := claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: []port{{number, backend}}}
 		if device != "" {
-			c.devices = []string{device}
+			c.names = append(c.names, "device "+device)
 		}
 		if file != "" {
-			c.files = []string{file}
+			c.names = append(c.names, "file "+file)
 		}
 		return c
 	}

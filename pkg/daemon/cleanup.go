@@ -11,7 +11,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 
 	"github.com/flanneld/flanneld/backend"
@@ -110,8 +109,7 @@ func (c Cleanup) traces(all []lastknown.State) lastknown.State {
 	}
 	for _, last := range all {
 		sum.Rules = append(sum.Rules, last.Rules...)
-		sum.Former = append(sum.Former, last.Former...)
-		sum.Former = append(sum.Former, lastknown.Former{Config: last.Config, Interface: last.Interface})
+		sum.Former = append(sum.Former, last.All()...)
 	}
 	return sum
 }
@@ -165,7 +163,7 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 
 func (c Cleanup) owned(all []lastknown.State) (owned []ownership.Objects) {
 	for _, last := range all {
-		for _, f := range append(slices.Clone(last.Former), lastknown.Former{Config: last.Config, Interface: last.Interface}) {
+		for _, f := range last.All() {
 			env := backend.Env{Network: last.Name, Underlay: f.Interface, Config: f.Config, StateDir: c.StateDir}
 			owned = append(owned, ownership.In(env, c.Backends.Registry))
 		}

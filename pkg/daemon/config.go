@@ -42,8 +42,8 @@ type served interface {
 	// state files are up to date.
 	Up() <-chan struct{}
 	StateIsWritten() bool
-	// all returns the metrics of all networks that are served.
-	all() []metrics.Source
-	// status is a status.Source.
-	status(ctx context.Context, q status.Query) (status.Report, error)
+	// Metrics returns the metrics of all networks that are served.
+	Metrics() []metrics.Source
+	// Report is a status.Source.
+	Report(ctx context.Context, q status.Query) (status.Report, error)
 }

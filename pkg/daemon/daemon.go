@@ -3,9 +3,9 @@
 // Package daemon is flanneld without its command line: the process, and what operators do without
 // a running daemon, such as validating a configuration. Programs that embed flanneld import it.
 //
-// Run serves one network (single.go) or several. With several networks, fleet.go follows the
-// configurations in the store, member.go serves one of the networks, and roster.go records what each
-// network claims on this host (claims.go). modes.go is the change from one of these modes to the other. Package network serves one network from its start to its end.
+// Run serves one network, by package network, or several. With several networks, fleet.go follows the configurations
+// in the store, member.go serves one of the networks, by the same package, and roster.go records what each network
+// claims on this host (claims.go). modes.go is the change from one of these modes to the other.
 package daemon
 
 import (
@@ -48,7 +48,7 @@ func Run(ctx context.Context, cfg Config) error {
 	if cfg.Options.Several() {
 		s, err = openFleet(ctx, h, cfg)
 	} else {
-		s, err = openSingle(ctx, h, cfg)
+		s, err = network.Open(ctx, network.Config{Host: h, Options: cfg.Options, Backends: cfg.Backends})
 	}
 	if err != nil {
 		return err

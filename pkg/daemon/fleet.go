@@ -262,19 +262,19 @@ func (f *fleet) StateIsWritten() bool {
 	})
 }
 
-// all implements served.
-func (f *fleet) all() []metrics.Source {
+// Metrics implements served.
+func (f *fleet) Metrics() []metrics.Source {
 	var all []metrics.Source
 	for _, m := range f.list() {
 		if n := m.present(); n != nil {
-			all = append(all, n.Metrics())
+			all = append(all, n.Metrics()...)
 		}
 	}
 	return all
 }
 
-// status implements served.
-func (f *fleet) status(ctx context.Context, q status.Query) (status.Report, error) {
+// Report implements served.
+func (f *fleet) Report(ctx context.Context, q status.Query) (status.Report, error) {
 	f.mu.Lock()
 	m := f.find(q.Network)
 	f.mu.Unlock()

@@ -61,7 +61,7 @@ type member struct {
 
 func newMember(s *shared, name string) *member {
 	s.roster.join(name)
-	progress := network.NewProgress(network.LogPhases(s.log.WithValues("network", name)))
+	progress := network.NewProgress(s.log.WithValues("network", name))
 	return &member{shared: s, name: name, wake: wait.NewSignal(), progress: progress}
 }
 
@@ -297,7 +297,7 @@ func (m *member) run(ctx context.Context) {
 // serve serves the network, beginning with the configuration of t, until ctx ends, the configuration was
 // deleted or the network fails.
 func (m *member) serve(ctx context.Context, t task) error {
-	n, err := m.open(ctx, t)
+	n, err := m.open(ctx)
 	if err != nil {
 		return err
 	}
@@ -314,11 +314,17 @@ func (m *member) serve(ctx context.Context, t task) error {
 	done := make(chan error, 1)
 	go func() { done <- n.Run(running) }()
 
+	up := n.Up()
 	for {
 		select {
 		case err = <-done:
 			m.closed(n)
 			return err
+		case <-up:
+			up = nil
+			klog.FromContext(ctx).Info("network is ready")
+			m.news.Send()
+			continue
 		case <-m.wake:
 		}
 
@@ -365,7 +371,7 @@ func (m *member) claim(all []network.Claimed) error {
 	return err
 }
 
-func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
+func (m *member) open(ctx context.Context) (*network.Network, error) {
 	c := network.Config{
 		Host: m.host, Options: m.cfg.Options.Network(m.name), Name: m.name, Backends: m.cfg.Backends,
 		OpenStore: func(c etcd.Config) (network.Store, error) {
@@ -373,13 +379,9 @@ func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
 			if err != nil {
 				return nil, err
 			}
-			return networkStore{manager, m, t.confirmed}, nil
+			return networkStore{manager, m}, nil
 		},
 		Claims: m.claim, Progress: m.progress,
-		Announce: func(ctx context.Context) {
-			klog.FromContext(ctx).Info("network is ready")
-			m.news.Send()
-		},
 	}
 	if m.cfg.Options.IPMasq && !m.cfg.Options.MasqueradeBetweenNetworks {
 		c.Others = func() ([]netip.Prefix, <-chan struct{}) { return m.roster.others(m.name) }
@@ -391,15 +393,14 @@ func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
 // member's task, not the one in etcd.
 type networkStore struct {
 	*etcd.Manager
-	member    *member
-	confirmed <-chan struct{} // see task.confirmed
+	member *member
 }
 
 // Config implements subnet.Manager.
 func (s networkStore) Config(ctx context.Context) (subnet.Config, error) {
-	if s.confirmed != nil {
+	if confirmed := s.member.next().confirmed; confirmed != nil {
 		select {
-		case <-s.confirmed:
+		case <-confirmed:
 		case <-ctx.Done():
 			return subnet.Config{}, ctx.Err()
 		}
@@ -430,7 +431,7 @@ func (m *member) retire(ctx context.Context) error {
 	yields := m.has()
 	m.mu.Unlock()
 
-	n, err := m.open(ctx, task{})
+	n, err := m.open(ctx)
 	if err != nil {
 		return err
 	}

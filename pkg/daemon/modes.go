@@ -62,7 +62,6 @@ func ofOtherMode(o options.Options, file string, last lastknown.State) (former o
 }
 
 func retire(ctx context.Context, c network.Config) error {
-	c.Progress = network.NewProgress(network.LogPhases(klog.FromContext(ctx)))
 	n, err := network.Open(ctx, c)
 	if err != nil {
 		return err

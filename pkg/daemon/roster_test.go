@@ -23,7 +23,7 @@ import (
 // each step. green must not get the device while red is promised it or may still have it.
 func TestRoster(t *testing.T) {
 	on := func(network, device string) claims {
-		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, devices: []string{device}}
+		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, names: []string{"device " + device}}
 	}
 	was, is, wants := on("10.5.0.0/16", "flannel.1"), on("10.5.0.0/16", "flannel.2"), on("10.6.0.0/16", "flannel.1")
 	r := newRoster()
@@ -242,12 +242,12 @@ func TestRefusedConfigurationAfterAFailure(t *testing.T) {
 // with the last name must release what it has. After that all must get what they want.
 func TestRosterKnot(t *testing.T) {
 	on := func(network string, number int) claims {
-		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: []port{{number, "udp"}}, devices: []string{fmt.Sprint("flannel-", number)}}
+		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: []port{{number, "udp"}}, names: []string{fmt.Sprint("device flannel-", number)}}
 	}
 	type change struct{ from, to claims }
 	a, b, c := on("10.1.0.0/16", 1), on("10.2.0.0/16", 2), on("10.3.0.0/16", 3)
 	portOf := func(c claims, of claims) claims {
-		return claims{networks: c.networks, ports: of.ports, devices: of.devices}
+		return claims{networks: c.networks, ports: of.ports, names: of.names}
 	}
 	for name, tt := range map[string]struct {
 		changes map[string]change
@@ -260,7 +260,7 @@ func TestRosterKnot(t *testing.T) {
 		"only one changes":              {map[string]change{"green": {a, b}, "red": {b, b}}, ""},
 		"a chain":                       {map[string]change{"blue": {a, b}, "green": {b, c}, "red": {c, c}}, ""},
 		"both want the same":            {map[string]change{"green": {a, portOf(b, c)}, "red": {b, portOf(a, c)}}, ""},
-		"one also waits for a third":    {map[string]change{"blue": {a, portOf(a, b)}, "green": {b, claims{networks: c.networks, ports: a.ports, devices: a.devices}}, "red": {c, c}}, ""},
+		"one also waits for a third":    {map[string]change{"blue": {a, portOf(a, b)}, "green": {b, claims{networks: c.networks, ports: a.ports, names: a.names}}, "red": {c, c}}, ""},
 	} {
 		for _, reversed := range []bool{false, true} {
 			names := slices.Sorted(maps.Keys(tt.changes))

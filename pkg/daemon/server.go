@@ -25,9 +25,9 @@ const journalSize = 200
 // configured. group serves them until members, its context, ends, even if listen returns an error.
 func listen(ctx, members context.Context, group *errgroup.Group, o options.Options, s served) error {
 	mux := http.NewServeMux()
-	mux.Handle("/metrics", metrics.Handler(s.all))
+	mux.Handle("/metrics", metrics.Handler(s.Metrics))
 	mux.Handle("/", health.Handler(s))
-	page := status.Handler(s.status)
+	page := status.Handler(s.Report)
 	with := func(page http.Handler) http.Handler {
 		local := http.NewServeMux()
 		local.Handle("/statusz", page)

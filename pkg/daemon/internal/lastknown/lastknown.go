@@ -167,6 +167,11 @@ func (last *State) Withdrawn(cfg subnet.Config) subnet.Config {
 	return cfg
 }
 
+// All returns the former configurations, and then the present one.
+func (last *State) All() []Former {
+	return append(slices.Clone(last.Former), Former{Config: last.Config, Interface: last.Interface})
+}
+
 // FormerNetworks returns the networks for which an earlier process may have created rules,
 // except for those in cfg.
 func (last *State) FormerNetworks(cfg subnet.Config) []netip.Prefix {

@@ -51,12 +51,9 @@ func NewStore(file *statefile.File[State]) *Store {
 	return s
 }
 
-// Set replaces the state. It writes the state before it returns, like Change.
-func (s *Store) Set(now State) { s.Change(func(to *State) { *to = now }) }
-
 // Change changes the state. It writes the state before it returns, because the caller depends on the
-// file from then on. It returns the changed state. If the write fails, the loop repeats it. Before the first Set or Change
-// the state is zero. Unlike Set, Change loses nothing that Update records at the same time.
+// file from then on. It returns the changed state. If the write fails, the loop repeats it. Before the first Change
+// the state is zero.
 func (s *Store) Change(change func(now *State)) State {
 	s.mu.Lock()
 	change(&s.now)

@@ -60,7 +60,7 @@ func TestStateStoreWithoutFile(t *testing.T) {
 	if now, ok := r.Get(); ok {
 		t.Errorf("state before Set: %v, want none", now)
 	}
-	r.Set(State{})
+	r.Change(func(*State) {})
 	r.Check()
 	renew(start.Add(time.Hour))
 	if now, ok := r.Get(); !ok || !now.Own.Expires.Equal(start.Add(time.Hour)) {
@@ -112,7 +112,7 @@ func TestStateIsSavedWithTheTime(t *testing.T) {
 	before := time.Now()
 	r := NewStore(file)
 	defer r.Close()
-	r.Set(State{})
+	r.Change(func(*State) {})
 	last, ok, err := file.Load()
 	if err != nil || !ok || last.Saved.Before(before.Round(0)) || last.Saved.After(time.Now()) {
 		t.Errorf("saved at %s, %v, %v, want between %s and now", last.Saved, ok, err, before)

@@ -3,6 +3,7 @@
 package network
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -36,103 +37,90 @@ type change struct {
 // mean time after which the network repeats a failed republish.
 const refusedPause = 30 * time.Second
 
-// awaitChange waits until the network can change to another configuration, and sends that change to
-// prepared. Session s goes on meanwhile, and awaitChange publishes changes of the data in its lease. A
-// configuration that cannot be used is refused, and tried again later. published is closed when the store
-// has the lease of s. awaitChange returns nil when it has sent a change, or at once if s uses the last known
-// state. It returns ErrLeaseLost, wrapped, if this host has lost its lease, and otherwise the error of ctx.
-func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published <-chan struct{}, prepared chan<- *change) error {
-	if s.begin.Load().Recalled { // startup reads the configuration
-		return nil
-	}
+// awaitChange waits until the network can change to another configuration, and returns that change. Session s
+// goes on meanwhile, and awaitChange publishes changes of the data in its lease. A configuration that cannot be used
+// is refused, and tried again later. published is closed when the store has the lease of s. awaitChange returns
+// ErrLeaseLost, wrapped, if this host has lost its lease, and otherwise the error of ctx.
+func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan struct{}) (*change, error) {
+	var due <-chan time.Time // receives when changed data is to be published; nil never receives
+	failed := false          // the last republish has failed; only the first failure is logged
 
-	var stored <-chan struct{} // set to published while changed data waits for it; nil never receives
-	var due <-chan time.Time   // receives when changed data is to be published; nil never receives
-	failed := false            // the last republish has failed; only the first failure is logged
-	if s.behind {
-		stored = published
-	}
-
-	var withdrawn <-chan struct{} // set to published in the stage Withdrawn; nil never receives
-	var step <-chan time.Time     // receives when that stage ends; nil never receives
-	if s.begin.Load().Config.Stage == subnet.Withdrawn {
-		withdrawn = published
-	}
-
+	withdrawn := s.begin.Load().Config.Stage == subnet.Withdrawn // and the time of that stage has not begun
+	var step <-chan time.Time                                    // receives when that time ends; nil never receives
 	for ctx.Err() == nil {
-		cfg, changed := r.config.next()
+		cfg, changed := n.config.next()
 		var again <-chan time.Time // nil never receives
-		if cfg != nil && r.config.follow {
-			last, _ := r.state.Get()
-			next, err := r.prepareUnless(ctx, changed, m, s, last.Withdrawn(*cfg), published)
+		if cfg != nil && n.config.follow {
+			last, _ := n.state.Get()
+			next, err := n.prepareUnless(ctx, changed, s, last.Withdrawn(*cfg), published)
 			if err == nil {
-				prepared <- next
-				return nil
+				return next, nil
 			}
 			if ctx.Err() != nil || errors.Is(err, subnet.ErrLeaseLost) {
-				return err
+				return nil, err
 			}
-			pause := r.retryTime()
+			pause := n.retryTime()
 			if errors.Is(err, subnet.ErrNoSubnets) {
 				pause = retryPause // the next Acquire waits until a subnet may be free
 			}
 			if !errors.Is(err, errSuperseded) {
-				r.config.refuse(ctx, *cfg, err)
+				n.config.refuse(ctx, *cfg, err)
 			}
 			again = time.After(pause)
+		}
+
+		var stored <-chan struct{} // published if something waits for it; nil never receives
+		if withdrawn || s.behind && due == nil {
+			stored = published
 		}
 
 		select {
 		case <-ctx.Done():
 		case <-changed:
 		case <-again:
-		case <-withdrawn:
-			withdrawn = nil
-			step = time.After(withdrawal)
+		case <-stored:
+			if withdrawn {
+				withdrawn = false
+				step = time.After(withdrawal)
+			}
+			if s.behind && due == nil { // before that two goroutines would write this host's lease
+				due = time.After(n.turn(s))
+			}
 
 		case <-step:
-			if next := r.prepareStep(ctx, changed, m, s, published); next != nil {
-				prepared <- next
-				return nil
+			if next := n.prepareStep(ctx, changed, s, published); next != nil {
+				return next, nil
 			}
-			step = time.After(r.retryTime())
+			step = time.After(n.retryTime())
 
 		case <-s.reclaim:
-			next := r.prepareClaim(ctx, s)
+			next := n.prepareClaim(ctx, s)
 			if next == nil {
-				next = r.prepareStep(ctx, changed, m, s, published)
+				next = n.prepareStep(ctx, changed, s, published)
 			}
 			if next != nil {
-				prepared <- next
-				return nil
+				return next, nil
 			}
 
 		case <-s.republish:
-			s.behind = true
-			// If due is set, its pause must pass first. Otherwise a store that does not answer would get a call
-			// for each change.
-			if due == nil {
-				stored = published // two goroutines must not write this host's lease
-			}
+			s.behind = true // if due is set, its pause must pass first: a store that does not answer would get a call for each change
 
-		case <-stored:
-			stored, due = nil, time.After(r.turn(s))
 		case <-due:
 			due = nil
-			err := r.republish(ctx, m, s)
+			err := n.republish(ctx, s)
 			if errors.Is(err, subnet.ErrLeaseLost) {
-				return err
+				return nil, err
 			}
 			if err != nil && ctx.Err() == nil && !failed {
 				klog.FromContext(ctx).Error(err, "cannot publish this host's lease as it is now")
 			}
 			failed = err != nil
 			if s.behind = failed; failed {
-				due = time.After(r.retryTime())
+				due = time.After(n.retryTime())
 			}
 		}
 	}
-	return ctx.Err()
+	return nil, ctx.Err()
 }
 
 // withdrawal is how long a host that has withdrawn the data of its next backend waits before it starts a changed one.
@@ -141,14 +129,14 @@ const withdrawal = 30 * time.Second
 
 // prepareStep returns the change to the next step toward the configuration in the store. It returns nil if there is
 // none, or if this host cannot take it, which it logs.
-func (r *runner) prepareStep(ctx context.Context, changed <-chan struct{}, m Store, s *session, published <-chan struct{}) *change {
+func (n *Network) prepareStep(ctx context.Context, changed <-chan struct{}, s *session, published <-chan struct{}) *change {
 	now := s.begin.Load().Config
-	if now.Stage == "" || r.config.hasGivenUp() {
+	if now.Stage == "" || n.config.hasGivenUp() {
 		return nil
 	}
-	c, err := r.prepareUnless(ctx, changed, m, s, now.Step(), published)
+	c, err := n.prepareUnless(ctx, changed, s, now.Step(), published)
 	if err != nil {
-		r.config.refuse(ctx, now, err)
+		n.config.refuse(ctx, now, err)
 		return nil
 	}
 	return c
@@ -156,11 +144,11 @@ func (r *runner) prepareStep(ctx context.Context, changed <-chan struct{}, m Sto
 
 // prepareClaim returns a change to the same configuration with another claim. It returns nil if the
 // claim is the same, or if it fails, which it logs.
-func (r *runner) prepareClaim(ctx context.Context, s *session) *change {
+func (n *Network) prepareClaim(ctx context.Context, s *session) *change {
 	now := *s.begin.Load()
 	c := &change{config: now.Config, same: true, iface: now.Interface}
 	var err error
-	if c.be, _, err = r.catalog.New(r.env(c.iface, c.config)); err == nil {
+	if c.be, _, err = n.catalog.New(n.env(c.iface, c.config)); err == nil {
 		c.claim, err = c.be.Claim(ctx, now.Own.Claim())
 	}
 	if err != nil { // the backend's network asks again
@@ -179,7 +167,7 @@ var errSuperseded = errors.New("the store has another configuration")
 // prepareUnless prepares the change to cfg. It returns errSuperseded, wrapped, if changed is closed before
 // the change is prepared. Before it returns an error, it releases the devices that only cfg needs, and takes
 // the lease of s again if the store may have replaced that lease.
-func (r *runner) prepareUnless(ctx context.Context, changed <-chan struct{}, m Store, s *session, cfg subnet.Config, published <-chan struct{}) (*change, error) {
+func (n *Network) prepareUnless(ctx context.Context, changed <-chan struct{}, s *session, cfg subnet.Config, published <-chan struct{}) (*change, error) {
 	preparing, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	go func() {
@@ -190,14 +178,14 @@ func (r *runner) prepareUnless(ctx context.Context, changed <-chan struct{}, m S
 		}
 	}()
 
-	c, err := r.prepareChange(preparing, m, s, cfg, published)
+	c, err := n.prepareChange(preparing, s, cfg, published)
 	if err == nil {
 		return c, nil
 	}
 	if c != nil {
-		r.releaseDevices(c.be, s)
+		n.releaseDevices(c.be, s)
 		if c.taking { // take the lease of s again
-			if err := r.publish(ctx, m, s); err != nil {
+			if err := n.publish(ctx, s); err != nil {
 				return nil, err
 			}
 		}
@@ -211,27 +199,27 @@ func (r *runner) prepareUnless(ctx context.Context, changed <-chan struct{}, m S
 // prepareChange obtains what the change to cfg needs. It changes nothing on the host. If the subnets
 // of s do not fit cfg, it makes the store exchange the lease of s for one with other subnets. With an
 // error it may return a change whose devices are locked.
-func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg subnet.Config, published <-chan struct{}) (c *change, err error) {
+func (n *Network) prepareChange(ctx context.Context, s *session, cfg subnet.Config, published <-chan struct{}) (c *change, err error) {
 	now := *s.begin.Load()
 	c = &change{config: cfg, iface: now.Interface}
 	if !sameFamilies(cfg, now.Config) {
-		if c.iface, err = r.chooseUplink(ctx, r.underlayOptions(cfg, now), 0); err != nil {
+		if c.iface, err = n.chooseUplink(ctx, n.underlayOptions(cfg, now.PublicIPs), 0); err != nil {
 			return nil, err
 		}
 	}
-	if err := r.checkRanges(ctx, cfg, now.Config, c.iface); err != nil {
+	if err := n.checkRanges(ctx, cfg, now.Config, c.iface); err != nil {
 		return nil, err
 	}
 
-	fits := r.fits(cfg, now.Own)
+	fits := n.fits(cfg, now.Own)
 	if fits && sameForwarding(now.Config, cfg) {
 		return c, nil
 	}
 
-	if c.be, _, err = r.newBackend(r.env(c.iface, cfg)); err != nil {
+	if c.be, _, err = n.newBackend(n.env(c.iface, cfg)); err != nil {
 		return nil, err
 	}
-	if err := r.devices.TakeAll(c.be.Scope()); err != nil {
+	if err := n.devices.Take(c.be.Scope().Devices...); err != nil {
 		return c, err
 	}
 	had := now.Own.Claim()
@@ -245,10 +233,10 @@ func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg sub
 	case <-ctx.Done():
 		return c, ctx.Err()
 	}
-	if err := wait.For(ctx, r.turn(s)); err != nil {
+	if err := wait.For(ctx, n.turn(s)); err != nil {
 		return c, err
 	}
-	own, err := claimAndAcquire(ctx, c.be, had, func(claim subnet.Claim) (subnet.Lease, error) { return m.Acquire(ctx, cfg, claim) })
+	own, err := claimAndAcquire(ctx, c.be, had, func(claim subnet.Claim) (subnet.Lease, error) { return n.store.Acquire(ctx, cfg, claim) })
 	if err == nil {
 		c.own = &own
 		return c, nil
@@ -277,27 +265,28 @@ func sameForwarding(from, to subnet.Config) bool {
 
 // change makes the network use another configuration, and returns its session. If the backend does
 // not start, the network goes back to the former configuration.
-func (r *runner) change(ctx context.Context, s *session, c *change) (*session, error) {
+func (n *Network) change(ctx context.Context, s *session, c *change) (*session, error) {
 	if c.be == nil {
-		r.state.Update(func(now *lastknown.State) { now.Config = c.config }) // only this field, because s goes on and may change the others
-		now, _ := r.state.Get()
+		n.state.Update(func(now *lastknown.State) { now.Config = c.config }) // only this field, because s goes on and may change the others
+		now, _ := n.state.Get()
 		now.Peers = subnet.LedgerState{}
 		now.Fresh = nil
 		s.begin.Store(&now)
 		s.rules.Send()
-		r.changed(ctx, c)
+		n.changed(ctx, c)
 		return s, nil
 	}
 
-	pause := r.turn(s)
-	r.progress.change()
+	pause := n.turn(s)
+	n.progress.enter(PhaseChanging)
 	s.leave(ctx)
-	before, _ := r.state.Get() // only now, because the session may have cleared Former before its end
+	before, _ := n.state.Get() // only now, because the session may have cleared Former before its end
 	before.Peers = s.ledger.State()
 	before.Fresh = nil
-	next, err := r.serveChanged(ctx, before, c, pause)
+	next, err := n.serveChanged(ctx, before, c)
 	if err == nil {
-		r.changed(ctx, c)
+		next.pause = pause
+		n.changed(ctx, c)
 		return next, nil
 	}
 	if ctx.Err() != nil {
@@ -306,14 +295,14 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 	if c.same {
 		klog.FromContext(ctx).Error(err, "cannot publish more data in this host's lease")
 	} else {
-		r.config.giveUp(ctx, c.config, err)
+		n.config.giveUp(ctx, c.config, err)
 	}
-	return r.goBack(ctx, before, c)
+	return n.goBack(ctx, before, c.own)
 }
 
 // changed records and logs that the network uses the configuration of c from now on.
-func (r *runner) changed(ctx context.Context, c *change) {
-	r.config.use(c.config)
+func (n *Network) changed(ctx context.Context, c *change) {
+	n.config.use(c.config)
 	log := klog.FromContext(ctx).WithValues("backend", c.config.BackendType, "next", c.config.NextType)
 	switch {
 	case c.same:
@@ -329,7 +318,7 @@ func (r *runner) changed(ctx context.Context, c *change) {
 		log.Info("NextBackend has changed: this host goes back to the present backend first")
 		return
 	}
-	if more, _ := r.config.next(); more != nil {
+	if more, _ := n.config.next(); more != nil {
 		log.Info("the network has made a step toward the changed configuration", "networks", c.config.Prefixes())
 		return
 	}
@@ -338,10 +327,10 @@ func (r *runner) changed(ctx context.Context, c *change) {
 
 // serveChanged starts a session with the configuration of c. before is the state that the last session
 // has left. The objects of the new session exist before those that only the last session needed are
-// removed. pause is the time to wait before this host's lease is published.
-func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *change, pause time.Duration) (*session, error) {
+// removed.
+func (n *Network) serveChanged(ctx context.Context, before lastknown.State, c *change) (*session, error) {
 	now := before
-	now.Former, now.Rules = r.leftBehind(before, c.be), before.FormerNetworks(c.config)
+	now.Former, now.Rules = n.leftBehind(before, c.be), before.FormerNetworks(c.config)
 	now.Config = c.config
 	now.Interface = c.iface
 
@@ -357,43 +346,31 @@ func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *ch
 		now.Own.NextType = c.claim.NextType
 		now.Own.Endpoints = c.claim.Endpoints
 	}
-	return r.serve(ctx, c.be, pause, func(to *lastknown.State) { *to = now })
+	return n.serve(ctx, c.be, func(to *lastknown.State) { *to = now })
 }
 
-// goBack starts a session from before, the state before change c, which has failed. It repeats the
-// attempt until it succeeds or ctx ends.
-func (r *runner) goBack(ctx context.Context, before lastknown.State, c *change) (s *session, err error) {
-	if c.own != nil { // the session must take the subnets of before again
-		before.Stored = c.own
-	}
-
-	err = retry(ctx, "cannot go back to the former network configuration, trying again", func() error {
-		be, _, err := r.catalog.New(r.env(before.Interface, before.Config))
+// goBack starts a session from before, the state before a change that has failed. taken is the lease that the host has
+// taken for the change, or nil. goBack repeats the attempt until it succeeds or ctx ends.
+func (n *Network) goBack(ctx context.Context, before lastknown.State, taken *subnet.Lease) (*session, error) {
+	before.Stored = cmp.Or(taken, before.Stored) // the session must take the subnets of before again
+	return n.restart(ctx, "cannot go back to the former network configuration, trying again", func() (*session, error) {
+		be, _, err := n.catalog.New(n.env(before.Interface, before.Config))
 		if err != nil {
-			return err
+			return nil, err
 		}
-		failed, _ := r.state.Get() // Former contains the configuration of c if the change has begun
-		before.Former, before.Rules = r.leftBehind(failed, be), failed.FormerNetworks(before.Config)
-		if s, err = r.serve(ctx, be, 0, func(now *lastknown.State) { *now = before }); err != nil {
-			r.ready.health.Beat()
-			r.ready.report(ctx, partDatapath, err)
-		}
-		return err
+		failed, _ := n.state.Get() // Former contains the configuration of the change if the change has begun
+		before.Former, before.Rules = n.leftBehind(failed, be), failed.FormerNetworks(before.Config)
+		return n.serve(ctx, be, func(now *lastknown.State) { *now = before })
 	})
-	return s, err
 }
 
 // releaseDevices releases the locks of the devices of be, except for those that s uses, and those of
 // former configurations, which are still to be removed.
-func (r *runner) releaseDevices(be backend.Backend, s *session) {
+func (n *Network) releaseDevices(be backend.Backend, s *session) {
 	needed := slices.Clone(s.be.Scope().Devices)
-	now, _ := r.state.Get()
+	now, _ := n.state.Get()
 	for _, f := range now.Former {
-		needed = append(needed, r.owned(f).Scope.Devices...)
+		needed = append(needed, n.owned(f).Scope.Devices...)
 	}
-	for _, name := range be.Scope().Devices {
-		if !slices.Contains(needed, name) {
-			r.devices.Release(name)
-		}
-	}
+	n.devices.Release(be.Scope().Devices, needed)
 }

@@ -61,7 +61,7 @@ func TestFits(t *testing.T) {
 		`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48"}`: {false, false},
 	} {
 		cfg := parseConfig(t, text)
-		r := &runner{parts: &parts{}}
+		r := &Network{}
 		etcd := r.fits(cfg, own)
 		r.opts.KubeSubnetMgr = true
 		if kube := r.fits(cfg, own); etcd != want.etcd || kube != want.kube {
@@ -102,10 +102,10 @@ func TestStateDuringAChange(t *testing.T) {
 					}
 					return nil
 				}}
-				n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
+				n, s := networkOn(t, be, link(1500, "192.0.2.1"))
 				n.state = lastknown.NewStore(file)
 				defer n.state.Close()
-				n.state.Set(*s.begin.Load())
+				n.state.Change(func(to *lastknown.State) { *to = *s.begin.Load() })
 				former := s.begin.Load().Config
 				other := former
 				other.Networks = []subnet.Network{{Prefix: netip.MustParsePrefix("10.6.0.0/16")}}
@@ -141,7 +141,7 @@ func TestChangeThatIsNotFree(t *testing.T) {
 			started = append(started, len(env.Config.Networks))
 			return nil
 		}}
-		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
+		n, s := networkOn(t, be, link(1500, "192.0.2.1"))
 		n.claims = func(all []Claimed) error {
 			if len(all[0].Config.Networks) > 0 {
 				return errors.New("it clashes with network green")

@@ -195,18 +195,18 @@ func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) 
 // which the store had at the start. It has no effect if the store has another configuration by now.
 func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why error) {
 	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.set(func() {
-		if w.state == unknown {
+	if w.state == unknown {
+		w.set(func() {
 			w.state = valid
 			w.stored = cfg
-		}
-		if w.stores(cfg) && !w.follow {
-			w.gaveUp = true // there is no other attempt, and no reason to exit either
-		}
-	})
-	if w.stores(cfg) {
-		w.logRefusal(ctx, why)
+		})
+	}
+	w.mu.Unlock()
+
+	if w.follow {
+		w.refuse(ctx, cfg, why)
+	} else {
+		w.giveUp(ctx, cfg, why) // there is no other attempt, and no reason to exit either
 	}
 }
 

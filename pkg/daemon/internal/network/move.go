@@ -3,6 +3,7 @@
 package network
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -15,42 +16,118 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// work keeps the network up to date with the store, beginning with session s, until attending ends
-// or the network can change to another configuration. It then returns the last session, which it
-// leaves running, and the change, which is nil if attending has ended. If the external interface
-// changes, work ends the session and starts another one, which goes on with the state of the ended one and
-// lasts until ctx ends.
-func (r *runner) work(ctx, attending context.Context, m Store, s *session, changed <-chan underlay.Interface) (*session, *change, error) {
+// follow keeps the network up to date, beginning with session s, until ctx ends. It leaves the last session running. A
+// session on the last known state follows only the external interface.
+func (n *Network) follow(ctx context.Context, s *session) error {
 	for {
-		to, next, err := r.attend(attending, m, s, changed)
-		if to == nil || err != nil || attending.Err() != nil {
-			return s, next, err
+		next, err := n.followUntilChange(ctx, s)
+		if next == nil || err != nil {
+			return err
 		}
-		if s, err = r.move(ctx, attending, m, s, *to, changed); err != nil {
-			return nil, nil, ended(attending, err)
+		if s, err = n.change(ctx, n.serving.Load(), next); err != nil {
+			return ended(ctx, err)
+		}
+	}
+}
+
+// followUntilChange is follow for one configuration. It returns the change to another one, or nil if ctx has ended, or
+// with an error.
+func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, error) {
+	now := *s.begin.Load()
+	changed := make(chan underlay.Interface, 1)
+	attending, stop := context.WithCancel(ctx)
+	defer stop()
+	group, attending := errgroup.WithContext(attending)
+	group.Go(func() error {
+		return n.watchInterface(attending, n.underlayOptions(now.Config, now.PublicIPs), now.Interface, changed)
+	})
+	if !now.Recalled {
+		n.followStore(attending, group, now.Own)
+	}
+
+	next, err := n.work(ctx, attending, s, changed)
+	stop()
+	return next, cmp.Or(err, group.Wait())
+}
+
+// followStore makes group keep this host's lease own, and follow the configuration in the store, unless Manager.Watch
+// does that. With --exit-on-config-change it makes group end the network when the configuration has changed.
+func (n *Network) followStore(ctx context.Context, group *errgroup.Group, own subnet.Lease) {
+	group.Go(func() error { return ended(ctx, n.store.Keep(ctx, own)) })
+	if o, ok := n.store.(subnet.Observer); ok && n.name != "" {
+		group.Go(func() error {
+			n.observe(ctx, o, own)
+			return nil
+		})
+	}
+
+	if w, ok := n.store.(subnet.ConfigWatcher); ok {
+		group.Go(func() error {
+			return ended(ctx, w.WatchConfig(ctx, func(text []byte) { n.config.apply(ctx, text) }))
+		})
+	}
+	if n.opts.ExitOnConfigChange {
+		group.Go(func() error { return n.config.exit(ctx) })
+	}
+}
+
+// observe records the moment at which the store had the configuration of the network. It waits until the
+// store answers, and records nothing if the store does not have the configuration.
+func (n *Network) observe(ctx context.Context, store subnet.Observer, own subnet.Lease) {
+	seen, err := store.Observe(ctx, own)
+	switch {
+	case ctx.Err() != nil:
+	case err != nil:
+		klog.FromContext(ctx).Error(err, "cannot record that the store has the network configuration: a deletion while this host is down may not be noticed")
+	case seen != subnet.Observation{}:
+		n.state.Update(func(now *lastknown.State) { now.Seen = seen })
+	}
+}
+
+// work keeps the network up to date, beginning with session s, until attending ends or the network can change
+// to another configuration. It then returns the change, which is nil if attending has ended, and leaves the last
+// session running. If the external interface changes, work ends the session and starts another one, which goes on
+// with the state of the ended one and lasts until ctx ends.
+func (n *Network) work(ctx, attending context.Context, s *session, changed <-chan underlay.Interface) (*change, error) {
+	for {
+		to, next, err := n.attend(attending, s, changed)
+		if to == nil || err != nil || attending.Err() != nil {
+			return next, err
+		}
+		if s, err = n.move(ctx, attending, s, *to, changed); err != nil {
+			return nil, ended(attending, err)
 		}
 	}
 }
 
 // attend passes the leases of other hosts to s, and this host's lease to the store, until ctx
 // ends, the external interface changes, or the network can change to another configuration.
-// It returns the changed interface or the change, and nil for the other one.
-func (r *runner) attend(ctx context.Context, m Store, s *session, changed <-chan underlay.Interface) (to *underlay.Interface, next *change, err error) {
+// It returns the changed interface or the change, and nil for the other one. While s uses the last known
+// state, attend only waits for the interface.
+func (n *Network) attend(ctx context.Context, s *session, changed <-chan underlay.Interface) (to *underlay.Interface, next *change, err error) {
 	group, ctx := errgroup.WithContext(ctx)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	group.Go(func() error { return ended(ctx, m.Watch(ctx, s.syncer.Publish)) })
-	published := make(chan struct{})
 	prepared := make(chan *change, 1)
-	group.Go(func() error {
-		defer close(published)
-		if s.begin.Load().Stored == nil { // the store has this host's lease as it is
-			return nil
-		}
-		return ended(ctx, r.publish(ctx, m, s))
-	})
+	if !s.begin.Load().Recalled {
+		published := make(chan struct{})
+		group.Go(func() error { return ended(ctx, n.store.Watch(ctx, s.syncer.Publish)) })
+		group.Go(func() error {
+			defer close(published)
+			if s.begin.Load().Stored == nil { // the store has this host's lease as it is
+				return nil
+			}
+			return ended(ctx, n.publish(ctx, s))
+		})
+		group.Go(func() error {
+			c, err := n.awaitChange(ctx, s, published)
+			if c != nil {
+				prepared <- c
+			}
+			return ended(ctx, err)
+		})
+	}
 
-	group.Go(func() error { return ended(ctx, r.awaitChange(ctx, m, s, published, prepared)) })
 	select {
 	case <-ctx.Done():
 	case i := <-changed:
@@ -66,66 +143,60 @@ func (r *runner) attend(ctx context.Context, m Store, s *session, changed <-chan
 
 	select {
 	case c := <-prepared: // it was prepared for the former interface
-		r.abandon(c, s)
+		n.abandon(c, s)
 	default:
 	}
 	return to, nil, err
 }
 
 // abandon gives up a prepared change. The network goes on with the configuration of s.
-func (r *runner) abandon(c *change, s *session) {
+func (n *Network) abandon(c *change, s *session) {
 	if c.be != nil {
-		r.releaseDevices(c.be, s)
+		n.releaseDevices(c.be, s)
 	}
 	if c.own != nil { // the next session publishes the lease of s again
-		r.state.Update(func(now *lastknown.State) { now.Stored = c.own })
+		n.state.Update(func(now *lastknown.State) { now.Stored = c.own })
 	}
 }
 
 // move ends s and returns a session on another or changed external interface, which lasts until
 // ctx ends. The kernel stays unchanged in between. move gives up when attending ends.
-func (r *runner) move(ctx, attending context.Context, m Store, s *session, to underlay.Interface, changed <-chan underlay.Interface) (next *session, err error) {
-	follow(ctx, m, s.begin.Load().Interface, to)
-	r.progress.move()
+func (n *Network) move(ctx, attending context.Context, s *session, to underlay.Interface, changed <-chan underlay.Interface) (*session, error) {
+	n.reconnect(ctx, s.begin.Load().Interface, to)
+	n.progress.enter(PhaseMoving)
 	s.leave(ctx)
 	peers := s.ledger.State()
-	err = retry(attending, "the changed external interface cannot be used yet", func() (err error) {
+	return n.restart(attending, "the changed external interface cannot be used yet", func() (*session, error) {
 		select {
 		case newer := <-changed:
-			follow(ctx, m, to, newer)
+			n.reconnect(ctx, to, newer)
 			to = newer
 		default:
 		}
-		next, err = r.serveOn(ctx, to, peers)
-		if err != nil {
-			r.ready.health.Beat()
-			r.ready.report(ctx, partDatapath, err)
-		}
-		return err
+		return n.serveOn(ctx, to, peers)
 	})
-	return next, err
 }
 
-// follow makes the changes that cannot wait for a session: packets from an address that
-// was removed get no answer, so the store must reconnect.
-func follow(ctx context.Context, m Store, from, to underlay.Interface) {
+// reconnect makes the store reconnect if an address has changed. That cannot wait for a session, because packets from
+// an address that was removed get no answer.
+func (n *Network) reconnect(ctx context.Context, from, to underlay.Interface) {
 	if !slices.Equal(to.Addrs, from.Addrs) {
-		m.Reconnect()
+		n.store.Reconnect()
 	}
 	klog.FromContext(ctx).Info("the external interface has changed", "name", to.Name, "index", to.Index, "mtu", to.MTU, "addresses", describe(to), "reason", to.Reason)
 }
 
 // serveOn starts a session on interface to. It keeps this host's subnets and backend data,
 // and uses the new public addresses.
-func (r *runner) serveOn(ctx context.Context, to underlay.Interface, peers subnet.LedgerState) (*session, error) {
-	now, _ := r.state.Get() // the lease may have been renewed, and Former cleared, since the last session began
+func (n *Network) serveOn(ctx context.Context, to underlay.Interface, peers subnet.LedgerState) (*session, error) {
+	now, _ := n.state.Get() // the lease may have been renewed, and Former cleared, since the last session began
 	if now.Recalled && now.Interface.Index == 0 {
 		if err := ofHost(now, to); err != nil {
 			return nil, fmt.Errorf("the last known state cannot be used: %w", err)
 		}
 	}
 
-	be, _, err := r.catalog.New(r.env(to, now.Config))
+	be, _, err := n.catalog.New(n.env(to, now.Config))
 	if err != nil {
 		return nil, err
 	}
@@ -133,7 +204,7 @@ func (r *runner) serveOn(ctx context.Context, to underlay.Interface, peers subne
 	if err != nil {
 		return nil, err
 	}
-	return r.serve(ctx, be, 0, func(now *lastknown.State) {
+	return n.serve(ctx, be, func(now *lastknown.State) {
 		now.Peers = peers
 		now.Fresh = nil
 		if stored := now.Own; now.Stored == nil {

@@ -3,20 +3,20 @@
 // Package network serves one flat network on this host. network.go contains the sequence from the start to
 // the end: startup.go obtains configuration, interface and lease, resume.go serves from the last known state
 // meanwhile, move.go follows the store and the external interface, and change.go follows the network
-// configuration. runner.go starts the sessions for all of them, from the parts in parts.go. phase.go has the
-// phases of a network, and report.go describes the network to operators. A file refers only to files below it in
-// this order: network, startup, resume, move, change, runner, publish and what they use; nothing refers
-// back.
+// configuration. session.go starts the sessions for all of them. phase.go has the phases of a network, and report.go
+// describes the network to operators. A file refers only to files below it in this order: network, startup, resume,
+// move, change, session, publish and what they use; nothing refers back.
 package network
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"net/netip"
 	"slices"
 	"sync"
+	"sync/atomic"
 
-	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
@@ -24,11 +24,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/ownership"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane/linux"
-	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/report/metrics"
-	"github.com/flanneld/flanneld/pkg/report/status"
-	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
@@ -39,13 +36,11 @@ type Config struct {
 	Name    string // empty if it is the only network
 	// Backends returns the backends that the network may use.
 	Backends func(options.Options) (backend.Catalog, error)
-	// Progress gets the phases of the network.
+	// Progress gets the phases of the network. If it is nil, Open creates one.
 	Progress *Progress
 	// OpenStore opens the store of one of several networks, which share a connection to etcd. If
 	// it is nil, the options select the store.
 	OpenStore func(etcd.Config) (Store, error)
-	// Announce is called once, when the network is ready for the first time. It may be nil.
-	Announce func(context.Context)
 	// Others returns the prefixes of the daemon's other networks, and a channel that is closed when
 	// these prefixes change. Packets to them are not masqueraded. The field is nil if there are no
 	// other networks, or if their prefixes are not exempt from masquerading.
@@ -61,10 +56,27 @@ type Config struct {
 
 // Network is one flat network on this host.
 type Network struct {
-	*runner
-	reports reporter
-	source  metrics.Source
-	opened  closers
+	host     *Host
+	name     string // empty if it is the only network
+	opts     options.Options
+	kernel   *linux.Kernel
+	devices  *ownership.Locks
+	catalog  backend.Catalog
+	state    *lastknown.Store
+	past     lastknown.State // state file of the last process; Rules also has the networks of the subnet file
+	store    Store
+	config   *configWatch
+	ready    *readiness
+	metrics  *metrics.Metrics
+	source   metrics.Source
+	rules    ruleKeeper
+	others   func() ([]netip.Prefix, <-chan struct{}) // see Config.Others
+	claims   func([]Claimed) error                    // see Config.Claims
+	progress *Progress
+	labelled atomic.Pointer[string]  // location of this host according to the store; nil before it was read
+	serving  atomic.Pointer[session] // the last session that was started; nil before the first and after leaveLast
+	opened   closers
+	surroundings
 }
 
 // closers release what Open has opened.
@@ -112,19 +124,19 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 	}
 
 	counters := metrics.New(c.Name, opts.Probe)
-	ready := newReadiness(opts, state.LeaseEnd, c.Announce)
-	store, config, err := storeOpener{opts, catalog.Registry, past, state, ready, counters}.open(ctx, c.OpenStore)
-	if err != nil {
+	ready := newReadiness(opts, state.LeaseEnd)
+	n = &Network{
+		host: c.Host, name: c.Name, opts: opts, kernel: kernel, devices: devices, catalog: catalog, state: state, past: past,
+		ready: ready, metrics: counters, rules: newRuleKeeper(c.Host.Firewall, opts, state, ready, counters),
+		others: c.Others, claims: c.Claims, progress: cmp.Or(c.Progress, NewProgress(klog.FromContext(ctx))), surroundings: realSurroundings(),
+	}
+	if err := n.openStore(ctx, c.OpenStore); err != nil {
 		return nil, err
 	}
-	opened.add(func() { _ = store.Close() })
-	r := &runner{parts: &parts{
-		host: c.Host, name: c.Name, opts: opts, kernel: kernel, devices: devices, catalog: catalog, state: state, past: past,
-		store: store, config: config, ready: ready, metrics: counters, rules: newRuleKeeper(c.Host.Firewall, opts, state, ready, counters),
-		others: c.Others, claims: c.Claims, progress: c.Progress, surroundings: realSurroundings(),
-	}}
-	reports := reporter{r}
-	return &Network{runner: r, reports: reports, source: counters.With(reports.values), opened: opened}, nil
+	opened.add(func() { _ = n.store.Close() })
+	n.opened = opened
+	n.source = counters.With(n.values)
+	return n, nil
 }
 
 // Close releases what Open and sessions have taken. The kernel stays unchanged.
@@ -153,7 +165,7 @@ func (n *Network) Run(ctx context.Context) error {
 }
 
 func (n *Network) startAndServe(ctx context.Context) error {
-	start := newStartup(ctx, n.runner)
+	start := newStartup(ctx, n)
 	defer start.stop()
 	be, now, err := start.prepare(ctx)
 	for errors.Is(err, ErrConfigChanged) {
@@ -168,16 +180,7 @@ func (n *Network) startAndServe(ctx context.Context) error {
 		return ended(ctx, err)
 	}
 	defer n.stopServing()
-
-	for {
-		last, next, err := n.serveUntilChange(ctx, s)
-		if next == nil || err != nil {
-			return err
-		}
-		if s, err = n.change(ctx, last, next); err != nil {
-			return ended(ctx, err)
-		}
-	}
+	return n.follow(ctx, s)
 }
 
 // serveFirst starts the first session with the store's answers. If that session does not start, and
@@ -186,7 +189,7 @@ func (n *Network) startAndServe(ctx context.Context) error {
 func (n *Network) serveFirst(ctx context.Context, be backend.Backend, now lastknown.State) (*session, error) {
 	differs := n.differs(now.Config)
 	former, _ := n.state.Get()
-	s, err := n.serve(ctx, be, 0, func(to *lastknown.State) { *to = now })
+	s, err := n.serve(ctx, be, func(to *lastknown.State) { *to = now })
 	if err == nil {
 		n.config.use(now.Config)
 		return s, nil
@@ -202,57 +205,7 @@ func (n *Network) serveFirst(ctx context.Context, be backend.Backend, now lastkn
 	former.Peers = now.Peers
 	former.Fresh = nil
 	former.Recalled = false
-	return n.goBack(ctx, former, &change{config: now.Config, iface: now.Interface, own: &now.Own})
-}
-
-// errChange ends the goroutines of serveUntilChange when there is a change.
-var errChange = errors.New("the network changes to another configuration")
-
-// serveUntilChange serves the network with one configuration, beginning with session s. When the
-// network can change to another configuration, serveUntilChange returns this change and the last
-// session, which it leaves running. next is nil if ctx has ended, or with an error.
-func (n *Network) serveUntilChange(ctx context.Context, s *session) (last *session, next *change, err error) {
-	now := *s.begin.Load()
-	changed := make(chan underlay.Interface, 1)
-	group, attending := errgroup.WithContext(ctx)
-	group.Go(func() error {
-		return n.watchInterface(attending, n.underlayOptions(now.Config, now), now.Interface, changed)
-	})
-
-	group.Go(func() (err error) {
-		if last, next, err = n.work(ctx, attending, n.store, s, changed); next != nil {
-			return errChange
-		}
-		return err
-	})
-
-	group.Go(func() error { return ended(attending, n.store.Keep(attending, now.Own)) })
-	if s, ok := n.store.(subnet.Observer); ok && n.name != "" {
-		group.Go(func() error {
-			n.observe(attending, s, now.Own)
-			return nil
-		})
-	}
-
-	n.followConfig(attending, group)
-	if err = group.Wait(); errors.Is(err, errChange) {
-		return last, next, nil
-	}
-	return nil, nil, err
-}
-
-// followConfig makes group watch the configuration in the store, unless Manager.Watch does so
-// already. With --exit-on-config-change it makes group end the network when the configuration
-// has changed.
-func (n *Network) followConfig(ctx context.Context, group *errgroup.Group) {
-	if w, ok := n.store.(subnet.ConfigWatcher); ok {
-		group.Go(func() error {
-			return ended(ctx, w.WatchConfig(ctx, func(text []byte) { n.config.apply(ctx, text) }))
-		})
-	}
-	if n.opts.ExitOnConfigChange {
-		group.Go(func() error { return n.config.exit(ctx) })
-	}
+	return n.goBack(ctx, former, &now.Own)
 }
 
 // Configure tells the network the text of the configuration in the store. It is for one of several
@@ -266,10 +219,6 @@ func (n *Network) Refuse(why error) { n.config.recordRefusal(why) }
 
 // Refusal returns why the configuration in the store cannot be used, or "" if it can.
 func (n *Network) Refusal() string { return n.config.refusal() }
-
-// Retire removes everything that the network has on this host, and its lease in the store unless keep is set. The
-// caller must not have called Run.
-func (n *Network) Retire(ctx context.Context, keep bool) error { return n.retireAll(ctx, keep) }
 
 // Alive implements health.Source.
 func (n *Network) Alive() error { return n.ready.health.Alive() }
@@ -291,22 +240,4 @@ func (n *Network) StateIsWritten() bool { return !n.WasReady() || n.state.Writte
 func (n *Network) State() (now lastknown.State, ok bool) { return n.state.Get() }
 
 // Metrics returns the metrics of the network.
-func (n *Network) Metrics() metrics.Source { return n.source }
-
-// Report returns the report for /statusz. It ignores the name of the network in q.
-func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, error) {
-	return n.reports.report(ctx, q)
-}
-
-// observe records the moment at which the store had the configuration of the network. It waits until the
-// store answers, and records nothing if the store does not have the configuration.
-func (p *parts) observe(ctx context.Context, store subnet.Observer, own subnet.Lease) {
-	seen, err := store.Observe(ctx, own)
-	switch {
-	case ctx.Err() != nil:
-	case err != nil:
-		klog.FromContext(ctx).Error(err, "cannot record that the store has the network configuration: a deletion while this host is down may not be noticed")
-	case seen != subnet.Observation{}:
-		p.state.Update(func(now *lastknown.State) { now.Seen = seen })
-	}
-}
+func (n *Network) Metrics() []metrics.Source { return []metrics.Source{n.source} }

@@ -151,7 +151,7 @@ func TestKernelPhases(t *testing.T) {
 	w.expect(PhaseServing)
 	stop()
 
-	for before, all := range following {
+	for before, all := range following() {
 		for _, now := range all {
 			// TestMemberPhases of the package daemon goes the ways to and from other phases.
 			if outer(before) == inUse && outer(now) == inUse && !w.walked[[2]Phase{before, now}] {
@@ -405,7 +405,7 @@ func (w *walk) away(away bool) { w.gate.set(away) }
 // start starts a daemon's network. The returned function stops it and waits for its end.
 func (w *walk) start() (stop func()) {
 	w.t.Helper()
-	w.last, w.progress = "", NewProgress(func(_, now Phase) { w.phases <- now })
+	w.last, w.progress = "", &Progress{entered: func(now Phase) { w.phases <- now }}
 	return w.open(w.progress)
 }
 
@@ -423,7 +423,7 @@ func (w *walk) open(progress *Progress) (stop func()) {
 	var background sync.WaitGroup
 	h := NewHost(status.NewJournal(1), nil)
 	n, err := Open(ctx, Config{
-		Host: h, Options: opts, Backends: builtin.New, Announce: announced, Claims: w.claims, Progress: progress,
+		Host: h, Options: opts, Backends: builtin.New, Claims: w.claims, Progress: progress,
 		OpenStore: func(etcd.Config) (Store, error) { return gatedStore{w.store.Manager(), &w.gate, &w.watch}, nil },
 	})
 	if err != nil {
@@ -473,7 +473,7 @@ func (w *walk) expect(phases ...Phase) {
 				w.t.Fatalf("the drawing has no way from %q to %q", w.last, now)
 			}
 			arrow := [2]Phase{w.last, now}
-			if !slices.Contains(following[w.last], now) {
+			if !slices.Contains(following()[w.last], now) {
 				arrow = [2]Phase{outer(w.last), outer(now)}
 			}
 			w.last, w.walked[arrow] = now, true

@@ -62,10 +62,10 @@ func (n *Network) watchPods(ctx context.Context) {
 		case before:
 		case "":
 			log.Info("pods are not cut off any more")
-			n.ready.report(ctx, partPods, nil)
+			n.ready.report(partPods, nil)
 		default:
 			log.Error(errors.New(problem), "pods are cut off: see flannelctl doctor")
-			n.ready.report(ctx, partPods, errors.New(problem))
+			n.ready.report(partPods, errors.New(problem))
 			if warn != nil {
 				warn("FlannelPodsCutOff", problem)
 			}
@@ -89,7 +89,7 @@ func (n *Network) cutOff(ctx context.Context) (problem string, known bool) {
 		return "", true
 	}
 
-	report, err := n.reports.report(ctx, status.Query{})
+	report, err := n.Report(ctx, status.Query{})
 	if err != nil || report.Kernel.Error != "" && len(report.Peers) == 0 {
 		return "", false
 	}

@@ -7,27 +7,26 @@ import (
 	"fmt"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
 	"github.com/flanneld/flanneld/pkg/probe/paths"
 )
 
-// newProber returns the prober of a session that begins with the state now. A broken path is only
-// reported: the prober never changes anything.
-func (p *parts) newProber(now lastknown.State, be backend.Backend, running backend.Network, syncer *backend.Syncer) *paths.Prober {
+// newProber returns the prober of s. A broken path is only reported: the prober never changes anything.
+func (n *Network) newProber(s *session, running backend.Network) *paths.Prober {
+	now := s.begin.Load()
 	c := paths.Config{
 		Own:      now.Own.Subnets(),
-		Network:  paths.Network{BackendType: now.Config.BackendType, MTU: running.MTU(), Devices: len(be.Scope().Devices) > 0, Ports: backend.Ports(be)},
-		Peers:    func(ctx context.Context) ([]paths.Peer, bool) { return reachable(ctx, syncer) },
-		Limit:    p.host.Probes,
-		Answered: p.metrics.Answered,
+		Network:  paths.Network{BackendType: now.Config.BackendType, MTU: s.mtu, Devices: len(s.be.Scope().Devices) > 0, Ports: backend.Ports(s.be)},
+		Peers:    func(ctx context.Context) ([]paths.Peer, bool) { return reachable(ctx, s.syncer) },
+		Limit:    n.host.Probes,
+		Answered: n.metrics.Answered,
 	}
 	if s, ok := running.(backend.PathSizer); ok {
 		c.Network.PathMTU = s.PathMTU
 	}
-	if warn := warner(p.store); warn != nil {
-		c.Changed = func(p paths.Result) {
-			if !p.OK && p.Broken != paths.Underlay { // Kubernetes reports a host that is down, and all other hosts would warn of it
-				warn("FlannelPathBroken", fmt.Sprintf("%s at %s, %s: %s", p.Subnet, p.PublicIP, p.Broken, p.Advice))
+	if warn := warner(n.store); warn != nil {
+		c.Changed = func(r paths.Result) {
+			if !r.OK && r.Broken != paths.Underlay { // Kubernetes reports a host that is down, and all other hosts would warn of it
+				warn("FlannelPathBroken", fmt.Sprintf("%s at %s, %s: %s", r.Subnet, r.PublicIP, r.Broken, r.Advice))
 			}
 		}
 	}

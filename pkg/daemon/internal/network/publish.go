@@ -21,13 +21,13 @@ import (
 // publish writes this host's lease with its new addresses and data to the store. It returns
 // ErrLeaseLost, wrapped, if the store has another key or other subnets for this host. It compares
 // the subnets too, because the same key may get other subnets.
-func (p *parts) publish(ctx context.Context, m subnet.Manager, s *session) error {
+func (n *Network) publish(ctx context.Context, s *session) error {
 	if err := wait.For(ctx, s.pause); err != nil {
 		return err
 	}
 	cfg := s.begin.Load().Config
 	own := s.own()
-	if own.NextType != "" && own.NextType != p.storedNext() {
+	if state, _ := n.state.Get(); own.NextType != "" && (state.Stored == nil || own.NextType != state.Stored.NextType) {
 		// When peers see this lease, they probe the way through the next backend. An earlier use of that
 		// backend may have left objects for the peers, and the probes might use these. The first pass
 		// removes them. If it fails, they may stay, but that must not prevent the publication.
@@ -40,7 +40,7 @@ func (p *parts) publish(ctx context.Context, m subnet.Manager, s *session) error
 
 	var published subnet.Lease
 	err := retry(ctx, "cannot publish this host's lease as it is now", func() (err error) {
-		published, err = m.Acquire(ctx, cfg, own.Claim())
+		published, err = n.store.Acquire(ctx, cfg, own.Claim())
 		return err
 	})
 	if err == nil {
@@ -49,18 +49,9 @@ func (p *parts) publish(ctx context.Context, m subnet.Manager, s *session) error
 	if err != nil {
 		return err
 	}
-	p.state.Update(func(now *lastknown.State) { now.Stored = nil })
+	n.state.Update(func(now *lastknown.State) { now.Stored = nil })
 	klog.FromContext(ctx).Info("this host's lease is up to date", "lease", own.Key)
 	return nil
-}
-
-// storedNext returns the type of the next backend in the field Stored of the state, which is this host's lease
-// as the store has it. It returns "" if Stored is nil or has no next backend.
-func (p *parts) storedNext() string {
-	if now, _ := p.state.Get(); now.Stored != nil {
-		return now.Stored.NextType
-	}
-	return ""
 }
 
 // republishTimeout limits the time for publishing changed data of this host's lease. Meanwhile the network
@@ -70,7 +61,7 @@ const republishTimeout = 30 * time.Second
 // republish writes this host's lease with the data that the backend has by now, while s goes on. If the data
 // has not changed, it writes nothing. In both cases it tells the backend what the store has. It returns
 // ErrLeaseLost, wrapped, like publish, and an error if the backend wants another next backend.
-func (p *parts) republish(ctx context.Context, m subnet.Manager, s *session) error {
+func (n *Network) republish(ctx context.Context, s *session) error {
 	ctx, cancel := context.WithTimeout(ctx, republishTimeout)
 	defer cancel()
 	now := *s.begin.Load()
@@ -83,7 +74,7 @@ func (p *parts) republish(ctx context.Context, m subnet.Manager, s *session) err
 	}
 	if !reflect.DeepEqual(claim, now.Own.Claim()) {
 		now.Own.Endpoints = claim.Endpoints
-		got, err := m.Acquire(ctx, now.Config, claim)
+		got, err := n.store.Acquire(ctx, now.Config, claim)
 		if err == nil {
 			err = lostTo(now.Own, got)
 		}
@@ -91,7 +82,7 @@ func (p *parts) republish(ctx context.Context, m subnet.Manager, s *session) err
 			return err
 		}
 		s.begin.Store(&now)
-		p.state.Update(func(to *lastknown.State) { to.Own.Endpoints = claim.Endpoints })
+		n.state.Update(func(to *lastknown.State) { to.Own.Endpoints = claim.Endpoints })
 		klog.FromContext(ctx).Info("this host's lease is up to date", "lease", now.Own.Key)
 	}
 	s.publisher.Published(claim)
@@ -164,15 +155,15 @@ func lostTo(own, published subnet.Lease) error {
 
 // fits reports whether own has, for each network of cfg, one subnet that cfg can assign. With
 // Kubernetes the API assigns the subnets, so they only have to be in the networks.
-func (p *parts) fits(cfg subnet.Config, own subnet.Lease) bool {
+func (n *Network) fits(cfg subnet.Config, own subnet.Lease) bool {
 	if len(cfg.Networks) != len(own.Endpoints) {
 		return false
 	}
-	for _, n := range cfg.Networks {
-		e, ok := own.Endpoint(n.Family())
-		if !ok || !n.Prefix.Contains(e.Subnet.Addr()) || n.Prefix.Bits() > e.Subnet.Bits() {
+	for _, one := range cfg.Networks {
+		e, ok := own.Endpoint(one.Family())
+		if !ok || !one.Prefix.Contains(e.Subnet.Addr()) || one.Prefix.Bits() > e.Subnet.Bits() {
 			return false
 		}
 	}
-	return p.opts.KubeSubnetMgr || outside(cfg, own) == nil
+	return n.opts.KubeSubnetMgr || outside(cfg, own) == nil
 }

@@ -3,7 +3,6 @@
 package network
 
 import (
-	"context"
 	"sync"
 	"time"
 
@@ -28,43 +27,35 @@ const (
 // address only for a moment. The daemon switches to another interface sooner.
 const interfaceGrace = 10 * time.Second
 
-// readiness collects the states of the components, and announces once that the network is ready.
+// readiness collects the states of the components.
 type readiness struct {
 	health   *health.Status
-	announce func(context.Context) // called once; may be nil
-	grace    time.Duration         // --readyz-datastore-grace
-	leaseEnd func() time.Time      // of this host's lease; zero if it does not end, or there is none yet
+	grace    time.Duration    // --readyz-datastore-grace
+	leaseEnd func() time.Time // of this host's lease; zero if it does not end, or there is none yet
 	once     sync.Once
 	up       chan struct{} // closed when all components are good for the first time
 }
 
-func newReadiness(o options.Options, leaseEnd func() time.Time, announce func(context.Context)) *readiness {
+func newReadiness(o options.Options, leaseEnd func() time.Time) *readiness {
 	// There is a pass in every resync period, with a jitter of a fifth.
 	s := health.New(2*o.Resync+time.Minute, partSubnetFile, partDatapath, partRules)
 	s.SetGrace(partDatastore, o.ReadyzDatastoreGrace)
 	s.SetGrace(partInterface, interfaceGrace)
-	return &readiness{health: s, grace: o.ReadyzDatastoreGrace, leaseEnd: leaseEnd, announce: announce, up: make(chan struct{})}
+	return &readiness{health: s, grace: o.ReadyzDatastoreGrace, leaseEnd: leaseEnd, up: make(chan struct{})}
 }
 
-// report records the state of a component. When all components are good for the first
-// time, it announces that the network is ready.
-func (r *readiness) report(ctx context.Context, part string, err error) {
+// report records the state of a component.
+func (r *readiness) report(part string, err error) {
 	r.health.Set(part, err)
-	if ready, _ := r.health.Ready(); !ready {
-		return
+	if ready, _ := r.health.Ready(); ready {
+		r.once.Do(func() { close(r.up) })
 	}
-	r.once.Do(func() {
-		close(r.up)
-		if r.announce != nil {
-			r.announce(ctx)
-		}
-	})
 }
 
 // reportStore records whether the store is available. The store may be unavailable for
 // the grace period, capped at half of the remaining lease time, so that the host becomes
 // unready before the lease expires.
-func (r *readiness) reportStore(ctx context.Context, err error) {
+func (r *readiness) reportStore(err error) {
 	if _, before := r.health.Part(partDatastore); err != nil && before == nil {
 		grace := r.grace
 		if end := r.leaseEnd(); !end.IsZero() {
@@ -72,7 +63,7 @@ func (r *readiness) reportStore(ctx context.Context, err error) {
 		}
 		r.health.SetGrace(partDatastore, grace)
 	}
-	r.report(ctx, partDatastore, err)
+	r.report(partDatastore, err)
 }
 
 // wasReady reports whether the network has been ready at some time.

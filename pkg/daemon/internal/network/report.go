@@ -4,6 +4,7 @@ package network
 
 import (
 	"context"
+	"fmt"
 	"maps"
 	"math"
 	"net/netip"
@@ -18,28 +19,25 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// reporter tells operators the state of a network.
-type reporter struct{ *runner }
-
 // inspect returns the state of the present session, or zero values if there is none. objects selects
 // whether it includes the kernel objects of each peer. known is false if the session does not answer in
 // time, for example during a long pass. The state of its peers is then unknown, and in contains only the
 // error.
-func (o reporter) inspect(ctx context.Context, objects bool) (now lastknown.State, in backend.Inspection, known bool) {
+func (n *Network) inspect(ctx context.Context, objects bool) (now lastknown.State, in backend.Inspection, known bool) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
-	s := o.serving.Load()
+	s := n.serving.Load()
 	if s == nil {
 		return lastknown.State{}, backend.Inspection{}, true
 	}
 
 	now = *s.begin.Load()
-	last, _ := o.state.Get()
+	last, _ := n.state.Get()
 	now.Own = last.Own // renewed in the meantime
 	in, err := s.inspect(ctx, objects)
 	known = err == nil
 	if s.left.Load() != nil { // s has ended: report why the next session does not start
-		_, err = o.ready.health.Part(partDatapath)
+		_, err = n.ready.health.Part(partDatapath)
 	}
 	if err != nil {
 		in.Err = err
@@ -48,38 +46,38 @@ func (o reporter) inspect(ctx context.Context, objects bool) (now lastknown.Stat
 }
 
 // values returns the values of the metrics.
-func (o reporter) values(ctx context.Context) metrics.Values {
-	now, in, known := o.inspect(ctx, false)
-	ready, _ := o.ready.health.Ready()
-	since, away := o.ready.health.Part(partDatastore)
+func (n *Network) values(ctx context.Context) metrics.Values {
+	now, in, known := n.inspect(ctx, false)
+	ready, _ := n.ready.health.Ready()
+	since, away := n.ready.health.Part(partDatastore)
 	l := metrics.Values{
 		Ready: ready, Backend: now.Config.BackendType, Objects: in.Counts, LastSync: in.LastSync,
 		Connected: !since.IsZero() && away == nil, LeaseExpires: now.Own.Expires,
-		Mode: in.Mode, Dropped: in.Dropped, Cloud: in.Cloud, RestartNeeded: o.config.restartNeeded() != "", ConfigRejected: o.config.refusal() != "",
+		Mode: in.Mode, Dropped: in.Dropped, Cloud: in.Cloud, RestartNeeded: n.config.restartNeeded() != "", ConfigRejected: n.config.refusal() != "",
 	}
-	if s := o.serving.Load(); s != nil && s.prober != nil {
+	if s := n.serving.Load(); s != nil && s.prober != nil {
 		outcome := s.prober.Outcome(0)
 		l.Paths = &outcome
 	}
 	if known {
-		o.countPeers(&l, now, in)
+		n.countPeers(&l, now, in)
 	}
 	return l
 }
 
 // countPeers sets those values that are counts of peers and of their subnets.
-func (o reporter) countPeers(l *metrics.Values, now lastknown.State, in backend.Inspection) {
+func (n *Network) countPeers(l *metrics.Values, now lastknown.State, in backend.Inspection) {
 	l.Peers = map[string]int{"served": 0, "held": 0, "refused": 0}
-	if use := o.poolUse(now, in); use != nil {
+	if use := n.poolUse(now, in); use != nil {
 		l.Pool = map[string]uint64{"free": use.Free, "leased": use.Leased, "reserved": use.Reserved}
 	}
 
 	l.Carried = carried(now, in)
-	if o := in.Overflow; o != nil {
-		l.CloudPeers = map[string]int{"cloud": o.ByCloud, "tunnel": o.ByTunnel}
+	if by := in.Overflow; by != nil {
+		l.CloudPeers = map[string]int{"cloud": by.ByCloud, "tunnel": by.ByTunnel}
 	}
-	if o := in.Location; o != nil {
-		l.LocationPeers = map[string]int{o.Inside: o.ByInside, o.Between: o.ByBetween}
+	if by := in.Location; by != nil {
+		l.LocationPeers = map[string]int{by.Inside: by.ByInside, by.Between: by.ByBetween}
 	}
 
 	for _, p := range in.Peers {
@@ -113,9 +111,9 @@ func carried(now lastknown.State, in backend.Inspection) map[string]int {
 
 // poolUse returns how much of the range of subnets is in use, for the family with the
 // fewest free subnets. It returns nil if flanneld does not assign subnets.
-func (o reporter) poolUse(now lastknown.State, in backend.Inspection) *subnet.Usage {
+func (n *Network) poolUse(now lastknown.State, in backend.Inspection) *subnet.Usage {
 	pools, err := now.Config.Pools()
-	if o.opts.KubeSubnetMgr || err != nil || len(pools) == 0 {
+	if n.opts.KubeSubnetMgr || err != nil || len(pools) == 0 {
 		return nil
 	}
 	leases := []subnet.Lease{now.Own}
@@ -134,12 +132,16 @@ func (o reporter) poolUse(now lastknown.State, in backend.Inspection) *subnet.Us
 	return &least
 }
 
-// report returns the report for /statusz. If q.AllPaths is set, it has all paths, but no peers and events.
-func (o reporter) report(ctx context.Context, q status.Query) (status.Report, error) {
-	now, in, known := o.inspect(ctx, !q.AllPaths)
-	r := status.NewReport(o.host.Started, o.host.Journal, o.opts.StoreKind())
+// Report returns the report for /statusz. If q.AllPaths is set, it has all paths, but no peers and events. The only
+// network of a daemon has no name, so it returns status.ErrNoNetwork, wrapped, if q has one.
+func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, error) {
+	if n.name == "" && q.Network != "" {
+		return status.Report{}, fmt.Errorf("%w: %s: this daemon has one network without a name", status.ErrNoNetwork, q.Network)
+	}
+	now, in, known := n.inspect(ctx, !q.AllPaths)
+	r := status.NewReport(n.host.Started, n.host.Journal, n.opts.StoreKind())
 	r.Network = status.Network{
-		Name: o.name, Phase: string(o.progress.Phase()), BackendType: now.Config.BackendType, Mode: in.Mode, Prefixes: now.Config.Prefixes(), SubnetFile: o.opts.SubnetFile,
+		Name: n.name, Phase: string(n.progress.Phase()), BackendType: now.Config.BackendType, Mode: in.Mode, Prefixes: now.Config.Prefixes(), SubnetFile: n.opts.SubnetFile,
 	}
 	if now.Config.Migrates() {
 		r.Network.NextBackendType = now.Config.NextType
@@ -150,10 +152,10 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 	r.Interface.Index = now.Interface.Index
 	r.Interface.MTU = now.Interface.MTU
 	r.Interface.Reason = now.Interface.Reason
-	r.Lease, r.Firewall, r.Kernel.LastSync = statusLease(now.Own), o.firewall(), in.LastSync
-	r.RestartNeeded, r.ConfigRejected = o.config.restartNeeded(), o.config.refusal()
-	r.Ready, r.Reasons = o.ready.health.Ready()
-	if s := o.serving.Load(); s != nil {
+	r.Lease, r.Firewall, r.Kernel.LastSync = statusLease(now.Own), n.firewall(), in.LastSync
+	r.RestartNeeded, r.ConfigRejected = n.config.restartNeeded(), n.config.refusal()
+	r.Ready, r.Reasons = n.ready.health.Ready()
+	if s := n.serving.Load(); s != nil {
 		r.Network.MTU, r.Network.Devices, r.Network.Ports = s.mtu, s.be.Scope().Devices, backend.Ports(s.be)
 	}
 	if known {
@@ -161,17 +163,17 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 			waiting := carried(now, in)["present"]
 			r.Network.Waiting = &waiting
 		}
-		r.Network.Pool = (*status.Pool)(o.poolUse(now, in))
+		r.Network.Pool = (*status.Pool)(n.poolUse(now, in))
 	}
 
 	for _, a := range now.Interface.Addrs {
 		r.Interface.Addresses = append(r.Interface.Addresses, status.Address{Local: a.Local, Public: a.Public})
 	}
-	since, err := o.ready.health.Part(partDatastore)
+	since, err := n.ready.health.Part(partDatastore)
 	r.Datastore.Since, r.Datastore.Connected = since, !since.IsZero() && err == nil
 	r.Datastore.Error, r.Kernel.Error = oneline.Text(err), oneline.Text(in.Err)
 	maps.Copy(r.Kernel.Objects, in.Counts)
-	if s := o.serving.Load(); s != nil && s.prober != nil {
+	if s := n.serving.Load(); s != nil && s.prober != nil {
 		worst := worstPaths
 		if q.AllPaths {
 			worst = math.MaxInt
@@ -192,7 +194,7 @@ func (o reporter) report(ctx context.Context, q status.Query) (status.Report, er
 		return r, nil
 	}
 
-	r.Interface.Candidates = o.candidates(ctx)
+	r.Interface.Candidates = n.candidates(ctx)
 	for _, p := range in.Peers {
 		r.Peers = append(r.Peers, statusPeer(p))
 	}
@@ -207,14 +209,14 @@ func statusCloud(c cloud.Report) *status.Cloud {
 	return s
 }
 
-func (o reporter) firewall() (f status.Firewall) {
-	if !o.opts.IPMasq && !o.opts.IPTablesForwardRules {
+func (n *Network) firewall() (f status.Firewall) {
+	if !n.opts.IPMasq && !n.opts.IPTablesForwardRules {
 		return f
 	}
-	if o.serving.Load() != nil {
-		f.Kind = string(o.rules.Flavour())
+	if n.serving.Load() != nil {
+		f.Kind = string(n.rules.Flavour())
 	}
-	_, err := o.ready.health.Part(partRules)
+	_, err := n.ready.health.Part(partRules)
 	f.Error = oneline.Text(err)
 	return f
 }

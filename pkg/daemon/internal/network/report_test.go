@@ -24,16 +24,13 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// announced implements Config.Announce. It does nothing.
-func announced(context.Context) {}
-
 // TestStatusFirewall checks the firewall in the status of a network from its start until the
 // rules are applied and then fail.
 func TestStatusFirewall(t *testing.T) {
-	n := reporter{&runner{parts: &parts{
-		opts: options.Options{IPTablesForwardRules: true}, ready: newReadiness(options.Options{}, nil, announced),
+	n := &Network{
+		opts: options.Options{IPTablesForwardRules: true}, ready: newReadiness(options.Options{}, nil),
 		rules: keeper.NewHost().Keeper(keeper.Config{Report: func(context.Context, bool, error) {}}),
-	}}}
+	}
 	expect := func(want status.Firewall) {
 		t.Helper()
 		if got := n.firewall(); got != want {
@@ -59,17 +56,24 @@ func TestStatusFirewall(t *testing.T) {
 // TestStatusWithoutAnything checks that empty lists in the status are [] from the start of a
 // daemon on, because jq does not accept null.
 func TestStatusWithoutAnything(t *testing.T) {
-	n := reporter{&runner{parts: &parts{
-		host: &Host{Journal: status.NewJournal(1)}, ready: newReadiness(options.Options{}, nil, announced),
-		config: newConfigWatch(false, nil, nil), progress: NewProgress(drawn(t)), state: lastknown.NewStore(nil),
-	}}}
-	r, err := n.report(t.Context(), status.Query{})
+	n := &Network{
+		host: &Host{Journal: status.NewJournal(1)}, ready: newReadiness(options.Options{}, nil),
+		config: newConfigWatch(false, nil, nil), progress: &Progress{entered: drawn(t, "")}, state: lastknown.NewStore(nil),
+	}
+	r, err := n.Report(t.Context(), status.Query{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	text, err := json.Marshal(r)
 	if err != nil || strings.Contains(string(text), "null") || !strings.Contains(string(text), `"peers":[]`) {
 		t.Errorf("%v: %s", err, text)
+	}
+}
+
+// TestReportOfANamedNetwork expects the error from which the page /statusz makes a 404.
+func TestReportOfANamedNetwork(t *testing.T) {
+	if _, err := (&Network{}).Report(t.Context(), status.Query{Network: "blue"}); !errors.Is(err, status.ErrNoNetwork) {
+		t.Errorf("got %v, want %v", err, status.ErrNoNetwork)
 	}
 }
 
@@ -113,7 +117,7 @@ func TestPoolUse(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			use := (reporter{&runner{parts: &parts{}}}).poolUse(lastknown.State{Config: cfg, Own: lease(1, false)}, in)
+			use := (&Network{}).poolUse(lastknown.State{Config: cfg, Own: lease(1, false)}, in)
 			if use == nil || use.Leased != 2 || use.Reserved != 1 || total(use) > tc.most || total(use) < tc.least {
 				t.Errorf("%+v, want 2 leased, 1 reserved, of %d to %d", use, tc.least, tc.most)
 			}
@@ -135,16 +139,16 @@ func TestStoreGrace(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				o := options.Options{ReadyzDatastoreGrace: grace, Resync: time.Minute}
 				end := time.Time{}
-				r := newReadiness(o, func() time.Time { return end }, announced)
+				r := newReadiness(o, func() time.Time { return end })
 				for _, part := range []string{partDatapath, partSubnetFile, partRules} {
 					r.health.Set(part, nil)
 				}
-				r.reportStore(t.Context(), nil)
+				r.reportStore(nil)
 				if tc.left != 0 {
 					end = time.Now().Add(tc.left)
 				}
 				for range 2 { // two goroutines report the same failure: the second report must not change the grace period
-					r.reportStore(t.Context(), errors.New("away"))
+					r.reportStore(errors.New("away"))
 					time.Sleep(tc.want / 4)
 				}
 				time.Sleep(tc.want/2 - 1)
@@ -163,15 +167,15 @@ func TestStoreGrace(t *testing.T) {
 // TestConnectedAndUsed checks what Env tells a backend about the store and about the backends that the host
 // has used.
 func TestConnectedAndUsed(t *testing.T) {
-	p := &parts{ready: newReadiness(options.Options{}, func() time.Time { return time.Time{} }, announced)}
+	p := &Network{ready: newReadiness(options.Options{}, func() time.Time { return time.Time{} })}
 	if at := p.connected(); !at.IsZero() {
 		t.Errorf("connected since %v before the first answer", at)
 	}
-	p.ready.reportStore(t.Context(), nil)
+	p.ready.reportStore(nil)
 	if p.connected().IsZero() {
 		t.Error("not connected after an answer")
 	}
-	p.ready.reportStore(t.Context(), errors.New("away"))
+	p.ready.reportStore(errors.New("away"))
 	if at := p.connected(); !at.IsZero() {
 		t.Errorf("connected since %v although the store is away", at)
 	}

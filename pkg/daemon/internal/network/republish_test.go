@@ -16,6 +16,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -49,7 +50,7 @@ var (
 // recorder is a store that records the data of leases. Acquire fails as often as failures says, and then
 // returns the lease under the given key.
 type recorder struct {
-	unanswered
+	silent
 	failures int
 	key      string
 	written  []string
@@ -82,12 +83,13 @@ func TestRepublish(t *testing.T) {
 				ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 				defer cancel()
 				n, s, be := publishing(t)
+				n.store = &tt.store
 				be.asked.Send() // with the same data
 				time.AfterFunc(time.Second, func() {
 					be.data.Store(new("2"))
 					be.asked.Send()
 				})
-				_, next, err := n.work(ctx, ctx, &tt.store, s, nil)
+				next, err := n.work(ctx, ctx, s, nil)
 				if next != nil || !errors.Is(err, tt.err) {
 					t.Errorf("work returned %v, %v, want %v", next, err, tt.err)
 				}
@@ -117,13 +119,14 @@ func TestRepublish(t *testing.T) {
 func TestRepublishKeepsTheBackends(t *testing.T) {
 	be := &changing{starter: starter{close: func() {}}, next: "wireguard"}
 	be.data.Store(new("2"))
-	n, s := runnerOn(t, be.starter, link(1500, "192.0.2.1"))
+	n, s := networkOn(t, be.starter, link(1500, "192.0.2.1"))
 	now := *s.begin.Load()
 	now.Own = subnet.Lease{Key: "own", Endpoints: []subnet.Endpoint{{Data: json.RawMessage(`1`)}}}
 	s.begin.Store(&now)
 	s.be, s.publisher = be, be
 	store := &recorder{key: "own"}
-	err := n.republish(t.Context(), store, s)
+	n.store = store
+	err := n.republish(t.Context(), s)
 	if err == nil || len(store.written) > 0 || len(be.published) > 0 {
 		t.Errorf("republish returned %v and wrote %q, want an error and nothing written", err, store.written)
 	}
@@ -136,11 +139,12 @@ func TestRepublishGoesOn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n, s, be := publishing(t)
 		store := recorder{key: "own", failures: 1}
+		n.store = &store
 		be.data.Store(new("2"))
 		be.asked.Send()
 		for range 2 {
 			ctx, cancel := context.WithTimeout(t.Context(), refusedPause/4) // less than the pause after a failure
-			if _, next, err := n.work(ctx, ctx, &store, s, nil); next != nil || err != nil {
+			if next, err := n.work(ctx, ctx, s, nil); next != nil || err != nil {
 				t.Errorf("work returned %v, %v", next, err)
 			}
 			cancel()
@@ -159,6 +163,7 @@ func TestRepublishPause(t *testing.T) {
 		const calls = 1000
 		n, s, be := publishing(t)
 		store := recorder{key: "own", failures: calls}
+		n.store = &store
 		ctx, cancel := context.WithTimeout(t.Context(), 2*refusedPause)
 		defer cancel()
 		go func() {
@@ -167,7 +172,7 @@ func TestRepublishPause(t *testing.T) {
 				be.asked.Send()
 			}
 		}()
-		if _, next, err := n.work(ctx, ctx, &store, s, nil); next != nil || err != nil {
+		if next, err := n.work(ctx, ctx, s, nil); next != nil || err != nil {
 			t.Errorf("work returned %v, %v", next, err)
 		}
 		if made := calls - store.failures; made < 2 || made > 5 {
@@ -177,18 +182,18 @@ func TestRepublishPause(t *testing.T) {
 	})
 }
 
-// publishing returns a runner with a session and its backend. The backend, the session and the state have
+// publishing returns a network with a session and its backend. The backend, the session and the state have
 // the data 1.
-func publishing(t *testing.T) (*runner, *session, *changing) {
+func publishing(t *testing.T) (*Network, *session, *changing) {
 	be := &changing{starter: starter{close: func() {}}, asked: wait.NewSignal()}
 	be.data.Store(new("1"))
-	n, s := runnerOn(t, be.starter, link(1500, "192.0.2.1"))
+	n, s := networkOn(t, be.starter, link(1500, "192.0.2.1"))
 	now := *s.begin.Load()
 	now.Own = subnet.Lease{Key: "own", Endpoints: []subnet.Endpoint{
 		{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: json.RawMessage(`1`)},
 	}}
 	s.begin.Store(&now)
-	n.state.Set(now)
+	n.state.Change(func(to *lastknown.State) { *to = now })
 	s.be, s.publisher, s.republish = be, be, be.asked
 	return n, s, be
 }

@@ -4,7 +4,6 @@ package network
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -17,79 +16,65 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// resumption is a session on the last known state, or the attempt to start one.
-type resumption struct {
-	// endTries prevents new attempts and waits for one in progress.
-	endTries func()
-	// stop ends the session or the attempt, and waits for its end.
-	stop func()
-}
-
 // absence is how long a host must lack its external interface before the last known state is used
 // without it. A clone of another host's disk usually has its own address earlier, and so does not give
 // pods the subnet of the other host.
 const absence = 5 * time.Second
 
-// resume starts a session on the last known state and lets it run until it is stopped. It
-// does so only if the state belongs to this host and its lease has not expired. Pods then
-// keep their network while the store is unavailable. resume returns after the first
-// attempt. If that fails, for example because an address is missing at boot, a goroutine
-// repeats it. If the external interface is missing for longer, the session serves only the pods of
-// this host until the interface is there. The session follows the external interface by work, and keeps its state in
-// the state store.
-func (r *runner) resume(ctx context.Context) *resumption {
-	last := r.past
-	if len(last.Own.Endpoints) == 0 || errors.Is(last.Usable(time.Now()), lastknown.ErrExpired) {
-		return &resumption{endTries: func() {}, stop: func() {}}
-	}
-	choice := r.underlayOptions(last.Config, last)
+// resume starts a session on the last known state and lets it run until stop is called. Pods then keep their network
+// while the store is unavailable. resume returns after the first attempt. If that fails, for example because an address
+// is missing at boot, a goroutine repeats it until the lease expires. If the external interface is missing for longer,
+// the session serves only the pods of this host until the interface is there. endTries prevents new attempts and waits for
+// one in progress. stop ends the session or the attempts, and waits for the end.
+func (n *Network) resume(ctx context.Context, last lastknown.State) (endTries, stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	waiting, giveUp := context.WithCancel(ctx)
 	tried := make(chan struct{})
 	decided := make(chan struct{})
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		s, err := r.recall(ctx, waiting, last, choice, sync.OnceFunc(func() { close(tried) }))
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		begin := time.Now()
+		first := sync.OnceFunc(func() { close(tried) })
+		var s *session
+		err := retry(waiting, "the last known state cannot be used yet", func() (err error) {
+			defer first()
+			s, err = n.serveLast(ctx, last, time.Since(begin) >= absence)
+			return err
+		})
 		close(decided)
 		if err != nil { // the start was cancelled, or the lease has expired
 			return
 		}
-		klog.FromContext(ctx).Info("going on from the last known state until the store answers", "lease", last.Own.Key)
-		r.carryOn(ctx, s, choice)
-	})
+
+		defer n.stopServing()
+		log := klog.FromContext(ctx)
+		log.Info("going on from the last known state until the store answers", "lease", last.Own.Key)
+		if err := n.follow(ctx, s); err != nil {
+			log.Error(err, "cannot follow the external interface until the store answers")
+			<-ctx.Done()
+		}
+	}()
 
 	<-tried
-	return &resumption{
-		endTries: func() {
-			giveUp()
-			<-decided
-		},
-		stop: func() {
-			cancel()
-			wg.Wait()
-		},
+	endTries = func() {
+		giveUp()
+		<-decided
 	}
-}
-
-// recall starts a session on the last known state, which lasts until ctx ends. It repeats
-// the start until waiting ends or the lease expires, and calls tried after each attempt.
-func (r *runner) recall(ctx, waiting context.Context, last lastknown.State, choice underlay.Options, tried func()) (s *session, err error) {
-	begin := time.Now()
-	err = retry(waiting, "the last known state cannot be used yet", func() (err error) {
-		defer tried()
-		s, err = r.serveLast(ctx, last, choice, time.Since(begin) >= absence)
-		return err
-	})
-	return s, err
+	stop = func() {
+		cancel()
+		<-over
+	}
+	return endTries, stop
 }
 
 // serveLast starts a session on the last known state, if the state belongs to this host. If there is no
 // external interface and without is set, the session serves only the pods of this host.
-func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice underlay.Options, without bool) (*session, error) {
+func (n *Network) serveLast(ctx context.Context, last lastknown.State, without bool) (*session, error) {
 	if err := last.Usable(time.Now()); err != nil {
 		return nil, err
 	}
-	iface, err := r.chooseUplink(ctx, choice, 0)
+	iface, err := n.chooseUplink(ctx, n.underlayOptions(last.Config, last.PublicIPs), 0)
 	there := err == nil
 	if there {
 		err = ofHost(last, iface)
@@ -105,14 +90,14 @@ func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice und
 	}
 	last.Interface = iface
 	last.Recalled = true
-	env := r.env(iface, last.Config)
+	env := n.env(iface, last.Config)
 	env.Recalled = true
-	be, _, err := r.catalog.New(env)
+	be, _, err := n.catalog.New(env)
 	if err != nil {
 		return nil, err
 	}
-	last.Former = r.leftBehind(last, be)
-	return r.serve(ctx, be, 0, func(now *lastknown.State) { *now = last })
+	last.Former = n.leftBehind(last, be)
+	return n.serve(ctx, be, func(now *lastknown.State) { *now = last })
 }
 
 // ofHost returns an error unless last is surely the state of the host that has interface now. Cloned hosts
@@ -122,35 +107,6 @@ func ofHost(last lastknown.State, now underlay.Interface) error {
 		return fmt.Errorf("it is of a host with %v, this one has %v", describe(last.Interface), describe(now))
 	}
 	return nil
-}
-
-// carryOn runs s without the store until ctx ends, and then stops the session that is present by then.
-func (r *runner) carryOn(ctx context.Context, s *session, choice underlay.Options) {
-	changed := make(chan underlay.Interface, 1)
-	defer r.stopServing()
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		if err := r.watchInterface(ctx, choice, s.begin.Load().Interface, changed); err != nil {
-			klog.FromContext(ctx).Error(err, "cannot follow the external interface until the store answers")
-		}
-	})
-	wg.Go(func() { _, _, _ = r.work(ctx, ctx, unanswered{r.store}, s, changed) }) // only the store can fail
-	wg.Wait()
-}
-
-// unanswered is a store that has not answered yet. Its calls wait until ctx ends.
-type unanswered struct{ Store }
-
-// Watch implements subnet.Manager.
-func (unanswered) Watch(ctx context.Context, _ func(subnet.Update)) error {
-	<-ctx.Done()
-	return ctx.Err()
-}
-
-// Acquire implements subnet.Manager.
-func (unanswered) Acquire(ctx context.Context, _ subnet.Config, _ subnet.Claim) (subnet.Lease, error) {
-	<-ctx.Done()
-	return subnet.Lease{}, ctx.Err()
 }
 
 // unconnected is the network of a host whose external interface is not there yet. It serves the pods of

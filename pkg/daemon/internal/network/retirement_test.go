@@ -23,7 +23,7 @@ func TestLeftBehind(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &parts{host: &Host{}, catalog: catalog, state: lastknown.NewStore(nil)}
+	p := &Network{host: &Host{}, catalog: catalog, state: lastknown.NewStore(nil)}
 	own := netip.MustParseAddr("192.168.77.1")
 	eth0 := underlay.Interface{Name: "eth0", Index: 2, MTU: 1500, Addrs: []underlay.Address{{Local: own, Public: own}}}
 	config := func(raw string) lastknown.Former {
@@ -98,8 +98,8 @@ func TestSupersededChangeKeepsFormerDevices(t *testing.T) {
 	former := lastknown.Former{Config: config(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`), Interface: link(1500, "192.0.2.1")}
 	now := lastknown.State{Config: present, Interface: former.Interface, Former: []lastknown.Former{former}, Own: peerOn("10.5.1.0/24", "192.0.2.1")}
 	dir := t.TempDir()
-	r := &runner{parts: &parts{host: &Host{}, catalog: catalog, state: lastknown.NewStore(nil), devices: ownership.NewLocks(dir)}}
-	r.state.Set(now)
+	r := &Network{host: &Host{}, catalog: catalog, store: silent{}, state: lastknown.NewStore(nil), devices: ownership.NewLocks(dir)}
+	r.state.Change(func(to *lastknown.State) { *to = now })
 	be, _, err := catalog.New(r.env(now.Interface, present))
 	if err != nil {
 		t.Fatal(err)
@@ -113,7 +113,7 @@ func TestSupersededChangeKeepsFormerDevices(t *testing.T) {
 			r.state.Update(func(now *lastknown.State) { now.Former = nil })
 		}
 		back := config(`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`)
-		if _, err := r.prepareUnless(t.Context(), superseded, &silent{}, s, back, make(chan struct{})); !errors.Is(err, errSuperseded) {
+		if _, err := r.prepareUnless(t.Context(), superseded, s, back, make(chan struct{})); !errors.Is(err, errSuperseded) {
 			t.Fatalf("%v, want errSuperseded", err)
 		}
 		other := ownership.NewLocks(dir)

@@ -20,9 +20,9 @@ import (
 func newRuleKeeper(h *keeper.Host, o options.Options, state *lastknown.Store, ready *readiness, m *metrics.Metrics) *keeper.Keeper {
 	return h.Keeper(keeper.Config{
 		Resync: o.Resync, LegacyResync: o.IPTablesResync,
-		Report: func(ctx context.Context, repaired bool, err error) {
+		Report: func(_ context.Context, repaired bool, err error) {
 			m.Firewall(repaired, err)
-			ready.report(ctx, partRules, err)
+			ready.report(partRules, err)
 		},
 		Cleaned: func() { state.Update(func(now *lastknown.State) { now.Rules = nil }) },
 	})
@@ -46,20 +46,12 @@ func firewallChoice(option string, now lastknown.State) keeper.Choice {
 
 // keepRules keeps the traffic rules of a session until ctx ends, and changes them when the session or
 // the other networks need other rules. It calls tried after the first attempt to apply them.
-func (p *parts) keepRules(ctx context.Context, s *session, tried func()) {
+func (n *Network) keepRules(ctx context.Context, s *session, tried func()) {
 	for ctx.Err() == nil {
 		now := *s.begin.Load()
-		present, _ := p.state.Get() // Former is cleared when the retirement is done
+		present, _ := n.state.Get() // Former is cleared when the retirement is done
 		now.Former = present.Former
-		choice := firewallChoice(p.opts.Firewall, now)
-		policy := p.rulePolicy(s.be, now)
-		var others <-chan struct{} // nil never receives
-		if p.others != nil {
-			var prefixes []netip.Prefix
-			prefixes, others = p.others()
-			policy.NonMasquerade = slices.Concat(policy.NonMasquerade, prefixes)
-		}
-
+		policy, others := n.wantedRules(s.be, now)
 		unchanged, stop := context.WithCancel(ctx)
 		go func() {
 			defer stop()
@@ -69,7 +61,7 @@ func (p *parts) keepRules(ctx context.Context, s *session, tried func()) {
 			case <-unchanged.Done():
 			}
 		}()
-		p.rules.Keep(unchanged, choice, policy, tried)
+		n.rules.Keep(unchanged, firewallChoice(n.opts.Firewall, now), policy, tried)
 		stop()
 	}
 }
@@ -77,42 +69,47 @@ func (p *parts) keepRules(ctx context.Context, s *session, tried func()) {
 // guardFirst makes one attempt to write the traffic rules of the next session before its backend starts, if
 // that backend opens a tunnel that the rules of the last session do not guard. Otherwise pods could send into
 // the tunnel until the session writes its rules. The last session must have ended.
-func (p *parts) guardFirst(ctx context.Context, last *session, be backend.Backend, now lastknown.State) {
+func (n *Network) guardFirst(ctx context.Context, last *session, be backend.Backend, now lastknown.State) {
 	var guarded []firewall.Payload
-	for _, n := range p.rulePolicy(last.be, *last.begin.Load()).Networks {
-		guarded = append(guarded, n.Tunnels...)
+	for _, one := range n.rulePolicy(last.be, *last.begin.Load()).Networks {
+		guarded = append(guarded, one.Tunnels...)
 	}
 
-	choice := firewallChoice(p.opts.Firewall, now)
-	policy := p.rulePolicy(be, now)
-	opened := slices.ContainsFunc(policy.Networks, func(n firewall.Network) bool {
-		return slices.ContainsFunc(n.Tunnels, func(t firewall.Payload) bool { return !slices.Contains(guarded, t) })
+	policy, _ := n.wantedRules(be, now)
+	opened := slices.ContainsFunc(policy.Networks, func(one firewall.Network) bool {
+		return slices.ContainsFunc(one.Tunnels, func(t firewall.Payload) bool { return !slices.Contains(guarded, t) })
 	})
-	if !opened {
-		return
+	if opened {
+		ctx, tried := context.WithCancel(ctx)
+		n.rules.Keep(ctx, firewallChoice(n.opts.Firewall, now), policy, tried)
 	}
+}
 
-	if p.others != nil {
-		prefixes, _ := p.others()
-		policy.NonMasquerade = slices.Concat(policy.NonMasquerade, prefixes)
+// wantedRules returns rulePolicy with the prefixes of the other networks, and a channel that is closed when these change,
+// or nil.
+func (n *Network) wantedRules(be backend.Backend, now lastknown.State) (policy firewall.Policy, changed <-chan struct{}) {
+	policy = n.rulePolicy(be, now)
+	if n.others != nil {
+		var others []netip.Prefix
+		others, changed = n.others()
+		policy.NonMasquerade = slices.Concat(policy.NonMasquerade, others)
 	}
-	ctx, tried := context.WithCancel(ctx)
-	p.rules.Keep(ctx, choice, policy, tried)
+	return policy, changed
 }
 
 // rulePolicy returns the traffic rules of a session. They also guard the tunnels of the backends in
 // now.Former, because the host receives packets from these tunnels until they are removed.
-func (p *parts) rulePolicy(be backend.Backend, now lastknown.State) firewall.Policy {
+func (n *Network) rulePolicy(be backend.Backend, now lastknown.State) firewall.Policy {
 	policy := firewall.Policy{
-		Masquerade: p.opts.IPMasq, Random: !p.opts.IPMasqFullyRandomDisable, NonMasquerade: now.Config.NonMasquerade,
-		Forward: p.opts.IPTablesForwardRules, Guard: p.opts.GuardTunnel, Former: now.Rules,
-		Several: p.name != "",
+		Masquerade: n.opts.IPMasq, Random: !n.opts.IPMasqFullyRandomDisable, NonMasquerade: now.Config.NonMasquerade,
+		Forward: n.opts.IPTablesForwardRules, Guard: n.opts.GuardTunnel, Former: now.Rules,
+		Several: n.name != "",
 	}
 
 	backends := []backend.Backend{be}
 	for _, f := range now.Former {
 		// A configuration that this version does not know has left no tunnel of this version.
-		if former, _, err := p.catalog.New(p.env(f.Interface, f.Config)); err == nil {
+		if former, _, err := n.catalog.New(n.env(f.Interface, f.Config)); err == nil {
 			backends = append(backends, former)
 		}
 	}

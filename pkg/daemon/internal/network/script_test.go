@@ -224,19 +224,19 @@ func (s *scriptedHost) open(args []string) {
 		s.Fatal(err)
 	}
 	counters := metrics.New("", false)
-	ready := newReadiness(o, state.LeaseEnd, func(context.Context) { s.did("ready") })
-	store := scriptedStore{s.store.Manager(), s}
-	opener := storeOpener{o, registry, past, state, ready, counters}
-	s.network = &Network{runner: &runner{parts: &parts{
+	ready := newReadiness(o, state.LeaseEnd)
+	n := &Network{
 		host: &Host{Tuner: &tune.Tuner{}}, devices: ownership.NewLocks(s.dir), opts: o, catalog: backend.Catalog{Registry: registry},
-		state: state, past: past, store: store, config: newConfigWatch(opener.follows(), opener.validate, nil), ready: ready, metrics: counters,
-		rules: scriptedRules{s}, progress: NewProgress(func(_, now Phase) { s.did("phase %s", now) }),
+		state: state, past: past, store: scriptedStore{s.store.Manager(), s}, ready: ready, metrics: counters, opened: closers{state.Close},
+		rules: scriptedRules{s}, progress: &Progress{entered: func(now Phase) { s.did("phase %s", now) }},
 		surroundings: surroundings{
 			chooseUplink: s.chooseUplink, watchUplink: s.watchUplink,
 			openKernel: func(linux.Options) (kernel, error) { return scriptedKernel{s.kernel}, nil },
 			random:     func(most time.Duration) time.Duration { return most / 2 },
 		},
-	}}, opened: closers{state.Close}}
+	}
+	n.config = newConfigWatch(n.follows(), n.validate, nil)
+	s.network = n
 }
 
 // begin starts the network with these flags.
@@ -246,6 +246,13 @@ func (s *scriptedHost) begin(args []string) {
 	n := s.network
 	var wg sync.WaitGroup
 	wg.Go(func() { _ = n.state.Run(ctx) })
+	wg.Go(func() {
+		select {
+		case <-n.Up():
+			s.did("ready")
+		case <-ctx.Done():
+		}
+	})
 	wg.Go(func() {
 		if err := n.startAndServe(ctx); err != nil {
 			s.did("the network ends: %v", err)
@@ -314,7 +321,7 @@ func (s scriptedRules) Keep(ctx context.Context, _ keeper.Choice, p firewall.Pol
 		networks = append(networks, n.Network)
 	}
 	s.did("rules for %v", networks)
-	s.network.ready.report(ctx, partRules, nil)
+	s.network.ready.report(partRules, nil)
 	tried()
 	<-ctx.Done()
 }
@@ -373,14 +380,15 @@ func (s scriptedStore) Acquire(ctx context.Context, cfg subnet.Config, c subnet.
 		s.did("lease: no answer: %v", context.Cause(ctx))
 		return own, err
 	}
-	own, err = s.Manager.Acquire(ctx, cfg, c)
-	switch {
-	case err != nil:
-		s.did("lease: %v", err)
-	default:
-		s.mu.Lock()
+	s.mu.Lock() // until held has the lease, which Keep compares with what the store has
+	if own, err = s.Manager.Acquire(ctx, cfg, c); err == nil {
 		s.held = own
-		s.mu.Unlock()
+	}
+	s.mu.Unlock()
+
+	if err != nil {
+		s.did("lease: %v", err)
+	} else {
 		s.did("lease %s, %s at %s", own.Key, own.BackendType, own.Endpoints[0].PublicIP)
 	}
 	return own, err

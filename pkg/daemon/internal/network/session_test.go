@@ -78,16 +78,23 @@ func (s starter) Close() error {
 	return nil
 }
 
-// silent is a store that never answers. It counts reconnections.
-type silent struct {
-	unanswered
-	reconnections int
+// silent is a store that never answers. Its calls wait until ctx ends.
+type silent struct{ Store }
+
+func (silent) Watch(ctx context.Context, _ func(subnet.Update)) error {
+	<-ctx.Done()
+	return ctx.Err()
 }
 
-func (s *silent) Reconnect() { s.reconnections++ }
+func (silent) Acquire(ctx context.Context, _ subnet.Config, _ subnet.Claim) (subnet.Lease, error) {
+	<-ctx.Done()
+	return subnet.Lease{}, ctx.Err()
+}
 
-// runnerOn returns a runner with a session on interface from. Each later session of the runner starts be.
-func runnerOn(t *testing.T, be starter, from underlay.Interface) (*runner, *session) {
+func (silent) Reconnect() {}
+
+// networkOn returns a network with a session on interface from. Each later session of the network starts be.
+func networkOn(t *testing.T, be starter, from underlay.Interface) (*Network, *session) {
 	t.Helper()
 	registry, err := backend.NewRegistry(backend.Entry{
 		Type: "scripted",
@@ -101,17 +108,16 @@ func runnerOn(t *testing.T, be starter, from underlay.Interface) (*runner, *sess
 		t.Fatal(err)
 	}
 	o := options.Options{Resync: time.Minute, Firewall: options.FirewallIPTables, SubnetFile: filepath.Join(t.TempDir(), "subnet.env")}
-	p := &parts{
-		host: &Host{Tuner: &tune.Tuner{}, Firewall: keeper.NewHost()}, devices: &ownership.Locks{},
-		opts: o, catalog: backend.Catalog{Registry: registry}, state: lastknown.NewStore(nil), config: newConfigWatch(true, nil, nil),
-		metrics: metrics.New("", false), progress: NewProgress(drawn(t)), surroundings: realSurroundings(),
+	n := &Network{
+		host: &Host{Tuner: &tune.Tuner{}, Firewall: keeper.NewHost()}, devices: ownership.NewLocks(""),
+		opts: o, catalog: backend.Catalog{Registry: registry}, store: silent{}, state: lastknown.NewStore(nil), config: newConfigWatch(true, nil, nil),
+		metrics: metrics.New("", false), progress: &Progress{entered: drawn(t, PhaseServing)}, surroundings: realSurroundings(),
 	}
-	p.ready = newReadiness(o, p.state.LeaseEnd, announced)
-	p.rules = newRuleKeeper(p.host.Firewall, o, p.state, p.ready, p.metrics)
-	n := &runner{parts: p}
-	p.progress.facts, p.progress.last = facts{serving: true}, PhaseServing
+	n.ready = newReadiness(o, n.state.LeaseEnd)
+	n.rules = newRuleKeeper(n.host.Firewall, o, n.state, n.ready, n.metrics)
+	n.progress.session, n.progress.last = PhaseServing, PhaseServing
 	now := lastknown.State{Config: subnet.Config{BackendType: "scripted"}, Interface: from}
-	n.state.Set(now)
+	n.state.Change(func(to *lastknown.State) { *to = now })
 	ledger, done := &subnet.Ledger{}, make(chan struct{})
 	syncer := backend.NewSyncer(backend.SyncerConfig{Config: now.Config, Network: be, Ledger: ledger, Resync: o.Resync})
 	ctx, cancel := context.WithCancel(t.Context())
@@ -125,12 +131,13 @@ func runnerOn(t *testing.T, be starter, from underlay.Interface) (*runner, *sess
 	return n, s
 }
 
-// drawn returns a function for NewProgress. It fails the test if the drawing has no way to a phase.
-func drawn(t *testing.T) func(before, now Phase) {
-	return func(before, now Phase) {
-		if !follows(before, now) {
-			t.Errorf("the drawing has no way from %q to %q", before, now)
+// drawn returns a function for Progress.entered after the phase last. It fails the test if the drawing has no way to a phase.
+func drawn(t *testing.T, last Phase) func(Phase) {
+	return func(now Phase) {
+		if !follows(last, now) {
+			t.Errorf("the drawing has no way from %q to %q", last, now)
 		}
+		last = now
 	}
 }
 
@@ -144,12 +151,12 @@ func TestStopWhileMoving(t *testing.T) {
 			start: func(backend.Env) error { cancel(); return nil },
 			close: func() { closing = true; <-closed },
 		}
-		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
+		n, s := networkOn(t, be, link(1500, "192.0.2.1"))
 		changed := make(chan underlay.Interface, 1)
 		changed <- link(1400, "192.0.2.1")
 		ended := make(chan error, 1)
 		go func() {
-			_, _, err := n.work(ctx, ctx, &silent{}, s, changed)
+			_, err := n.work(ctx, ctx, s, changed)
 			n.stopServing()
 			ended <- err
 		}()
@@ -181,14 +188,14 @@ func TestUplinkOfAnotherHost(t *testing.T) {
 				}}
 				absent := link(1500, "192.0.2.1")
 				absent.Index = 0
-				n, s := runnerOn(t, be, absent)
+				n, s := networkOn(t, be, absent)
 				n.state.Update(func(now *lastknown.State) { now.Recalled = true })
 				changed := make(chan underlay.Interface, 1)
 				changed <- link(1500, addr)
 				done := make(chan struct{})
 				go func() {
 					defer close(done)
-					_, _, _ = n.work(ctx, ctx, &silent{}, s, changed)
+					_, _ = n.work(ctx, ctx, s, changed)
 					n.stopServing()
 				}()
 				synctest.Wait()
@@ -207,14 +214,14 @@ func TestUplinkOfAnotherHost(t *testing.T) {
 func TestRenewalWhileMoving(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		end, seen := time.Now().Add(time.Hour), subnet.Observation{Revision: 7}
-		var n *runner
+		var n *Network
 		be := starter{start: func(backend.Env) error { return nil }, close: func() {}, claim: func() {
 			n.state.Update(func(now *lastknown.State) {
 				now.Renewed(subnet.Lease{Expires: end})
 				now.Seen = seen
 			})
 		}}
-		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
+		n, s := networkOn(t, be, link(1500, "192.0.2.1"))
 		s.stop()
 		if _, err := n.serveOn(t.Context(), link(1400, "192.0.2.9"), subnet.LedgerState{}); err != nil {
 			t.Fatal(err)
@@ -263,7 +270,7 @@ func TestMoveWhileAChangeIsPrepared(t *testing.T) {
 			},
 			start: func(backend.Env) error { cancel(); return nil },
 		}
-		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
+		n, s := networkOn(t, be, link(1500, "192.0.2.1"))
 		dir := t.TempDir()
 		n.devices = ownership.NewLocks(dir)
 		former := s.begin.Load().Config
@@ -274,8 +281,8 @@ func TestMoveWhileAChangeIsPrepared(t *testing.T) {
 		n.config.validate = func([]byte) (subnet.Config, error) { return other, nil }
 		n.config.apply(ctx, []byte("other"))
 		changed := make(chan underlay.Interface, 1)
-		store := &late{asked: func() { changed <- link(1400, "192.0.2.1") }, leases: []subnet.Lease{{Key: "10.6.1.0-24"}}}
-		if _, next, err := n.work(ctx, ctx, store, s, changed); next != nil || err != nil {
+		n.store = &late{asked: func() { changed <- link(1400, "192.0.2.1") }, leases: []subnet.Lease{{Key: "10.6.1.0-24"}}}
+		if next, err := n.work(ctx, ctx, s, changed); next != nil || err != nil {
 			t.Errorf("work returns %v, %v", next, err)
 		}
 		n.stopServing()
@@ -293,14 +300,13 @@ func TestMoveWhileAChangeIsPrepared(t *testing.T) {
 // there are no peers.
 func TestValuesOfABusySession(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n, s := runnerOn(t, starter{close: func() {}}, link(1500, "192.0.2.1"))
-		reports := reporter{n}
+		n, s := networkOn(t, starter{close: func() {}}, link(1500, "192.0.2.1"))
 		synctest.Wait()
-		if v := reports.values(t.Context()); v.Peers == nil {
+		if v := n.values(t.Context()); v.Peers == nil {
 			t.Errorf("got %+v, want a number of peers", v)
 		}
 		s.stop() // from now on no pass ends
-		if v := reports.values(t.Context()); v.Peers != nil || v.Pool != nil || v.Backend != "scripted" {
+		if v := n.values(t.Context()); v.Peers != nil || v.Pool != nil || v.Backend != "scripted" {
 			t.Errorf("got %+v, want the backend, and no number of peers or subnets", v)
 		}
 	})
@@ -313,7 +319,7 @@ func TestStatusWhileMoving(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		be := starter{start: func(backend.Env) error { return errors.New("MTU 1300 is too small") }, close: func() {}}
-		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
+		n, s := networkOn(t, be, link(1500, "192.0.2.1"))
 		s.syncer.Publish(subnet.Update{Snapshot: func() subnet.Snapshot {
 			return subnet.Snapshot{Leases: []*subnet.Lease{{Key: "10.5.2.0-24"}}}
 		}})
@@ -323,13 +329,13 @@ func TestStatusWhileMoving(t *testing.T) {
 		changed <- link(1300, "192.0.2.1")
 		ended := make(chan error, 1)
 		go func() {
-			_, _, err := n.work(ctx, ctx, &silent{}, s, changed)
+			_, err := n.work(ctx, ctx, s, changed)
 			n.stopServing()
 			ended <- err
 		}()
 		synctest.Wait()
 		begin := time.Now()
-		_, in, _ := (reporter{n}).inspect(ctx, true)
+		_, in, _ := n.inspect(ctx, true)
 		if took := time.Since(begin); took != 0 || len(in.Peers) != 1 || in.LastSync.IsZero() || in.Err == nil || !strings.Contains(in.Err.Error(), "MTU 1300") {
 			t.Errorf("after %v: %+v, want the peer, and the reason why there is no session", took, in)
 		}
@@ -348,7 +354,7 @@ func TestEndTries(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		begun, proceed, tries := make(chan struct{}), make(chan struct{}), 0
-		n, s := runnerOn(t, starter{close: func() {}, start: func(backend.Env) error {
+		n, s := networkOn(t, starter{close: func() {}, start: func(backend.Env) error {
 			if tries++; tries == 1 {
 				return errors.New("not yet")
 			}
@@ -364,18 +370,18 @@ func TestEndTries(t *testing.T) {
 			Own:    subnet.Lease{Endpoints: make([]subnet.Endpoint, 1), Permanent: true},
 		}
 		var err error
-		if last.Interface, err = underlay.Wait(ctx, n.underlayOptions(last.Config, last), 0); err != nil {
+		if last.Interface, err = underlay.Wait(ctx, n.underlayOptions(last.Config, nil), 0); err != nil {
 			t.Fatal(err)
 		}
-		n.progress = NewProgress(drawn(t))
+		n.progress = &Progress{entered: drawn(t, "")}
 		n.progress.waitFor(PhaseNoConfiguration)
-		n.store, n.past = &silent{}, last
-		r := n.resume(ctx)
+		n.past = last
+		endTries, stop := n.resume(ctx, last)
 		<-begun
 		moved := make(chan struct{})
 		go func() {
 			defer close(moved)
-			r.endTries()
+			endTries()
 		}()
 		synctest.Wait()
 		select {
@@ -385,15 +391,15 @@ func TestEndTries(t *testing.T) {
 		}
 		close(proceed)
 		<-moved
-		r.stop()
+		stop()
 		if tries != 2 {
 			t.Errorf("%d tries, want 2", tries)
 		}
 	})
 }
 
-// otherSubnet is a manager that returns another subnet for this host under the same key.
-type otherSubnet struct{ subnet.Manager }
+// otherSubnet is a store that returns another subnet for this host under the same key.
+type otherSubnet struct{ Store }
 
 func (otherSubnet) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	return subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.2.0/24"), PublicIP: c.Endpoints[0].PublicIP}}}, nil
@@ -405,7 +411,7 @@ func TestPublishOnAnotherSubnet(t *testing.T) {
 	own := subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1")}}}
 	var s session
 	s.begin.Store(&lastknown.State{Own: own})
-	err := (&parts{}).publish(t.Context(), otherSubnet{}, &s)
+	err := (&Network{store: otherSubnet{}, state: lastknown.NewStore(nil)}).publish(t.Context(), &s)
 	if !errors.Is(err, subnet.ErrLeaseLost) || !strings.Contains(err.Error(), "10.5.1.0/24") || !strings.Contains(err.Error(), "10.5.2.0/24") {
 		t.Errorf("got %v, want ErrLeaseLost with both subnets", err)
 	}
@@ -418,10 +424,10 @@ func TestPublishAfterTheFirstPass(t *testing.T) {
 	for _, next := range []string{"", "scripted"} {
 		t.Run(fmt.Sprintf("next backend %q", next), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				n, former := runnerOn(t, starter{}, link(1500, "192.0.2.1"))
+				n, former := networkOn(t, starter{}, link(1500, "192.0.2.1"))
 				former.stop()
 				be := starter{start: func(backend.Env) error { return nil }, close: func() {}}
-				s, err := n.serve(t.Context(), be, 0, func(now *lastknown.State) {
+				s, err := n.serve(t.Context(), be, func(now *lastknown.State) {
 					now.Own = subnet.Lease{Key: "own", NextType: next, Endpoints: []subnet.Endpoint{{Data: json.RawMessage(`1`)}}}
 				})
 				if err != nil {
@@ -429,8 +435,9 @@ func TestPublishAfterTheFirstPass(t *testing.T) {
 				}
 				defer s.stop()
 				store := recorder{key: "own"}
+				n.store = &store
 				published := make(chan error, 1)
-				go func() { published <- n.publish(t.Context(), &store, s) }()
+				go func() { published <- n.publish(t.Context(), s) }()
 				synctest.Wait()
 				if waits := len(store.written) == 0; waits != (next != "") {
 					t.Errorf("before the first pass the store has %q", store.written)

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io/fs"
 	"net"
+	"net/netip"
 	"os"
 	"slices"
 	"strings"
@@ -28,19 +29,20 @@ import (
 // startup obtains what the first session with the store's answers needs. Meanwhile a session may
 // serve from the last known state.
 type startup struct {
-	*parts
-	runner  *runner     // of the session on the last known state
-	resumed *resumption // that session, or the attempts to start it
+	*Network
+	endTries func() // see resume
+	stop     func()
 }
 
 // newStartup begins a start, and the session on the last known state if it can be used.
-func newStartup(ctx context.Context, r *runner) *startup {
-	r.progress.waitFor(PhaseNoConfiguration)
-	return &startup{parts: r.parts, runner: r, resumed: r.resume(ctx)}
+func newStartup(ctx context.Context, n *Network) *startup {
+	n.progress.waitFor(PhaseNoConfiguration)
+	s := &startup{Network: n, endTries: func() {}, stop: func() {}}
+	if len(n.past.Own.Endpoints) > 0 && !errors.Is(n.past.Usable(time.Now()), lastknown.ErrExpired) {
+		s.endTries, s.stop = n.resume(ctx, n.past)
+	}
+	return s
 }
-
-// stop ends the session on the last known state.
-func (s *startup) stop() { s.resumed.stop() }
 
 // attempt is a configuration with which a start tries to serve the network.
 type attempt struct {
@@ -62,18 +64,14 @@ type attempt struct {
 func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State, error) {
 	s.progress.waitFor(PhaseNoConfiguration)
 	cfg, err := s.readConfig(ctx)
-	if errors.Is(err, errUnreadable) { // the watch of the configuration logs the reason
-		return s.prepareWith(ctx, attempt{config: *s.runner.former(), waits: true})
+	if former := s.former(); former != nil && errors.Is(err, subnet.ErrInvalidConfig) { // the watch of the configuration logs the reason
+		return s.prepareWith(ctx, attempt{config: *former, waits: true})
 	}
 	if err != nil {
 		return nil, s.past, err
 	}
 	stored := cfg
-	last := s.past
-	if now, ok := s.state.Get(); ok {
-		last = now
-	}
-
+	last := s.last()
 	cfg = last.Withdrawn(last.Config.Toward(stored))
 	be, now, err := s.prepareWith(ctx, attempt{config: cfg, stored: &stored})
 
@@ -81,16 +79,16 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 	var part *subnet.FamilyError
 	if errors.As(err, &part) && len(cfg.Networks) > 1 {
 		cfg = cfg.Without(part.Family)
-		be, now, err = s.prepareWith(ctx, attempt{config: cfg, stored: &stored, waits: !s.runner.differs(cfg)})
+		be, now, err = s.prepareWith(ctx, attempt{config: cfg, stored: &stored, waits: !s.differs(cfg)})
 		if err == nil {
 			s.config.refuseFirst(ctx, stored, fmt.Errorf("only %s is used: %w", cfg.Networks[0].Family(), part))
 		}
 	}
-	if err == nil || ctx.Err() != nil || errors.Is(err, ErrConfigChanged) || !s.runner.differs(cfg) {
+	if err == nil || ctx.Err() != nil || errors.Is(err, ErrConfigChanged) || !s.differs(cfg) {
 		return be, now, err
 	}
 	full := errors.Is(err, subnet.ErrNoSubnets)
-	be, now, errFormer := s.prepareWith(ctx, attempt{config: *s.runner.former(), stored: &stored, waits: !full})
+	be, now, errFormer := s.prepareWith(ctx, attempt{config: *s.former(), stored: &stored, waits: !full})
 	switch {
 	case errFormer == nil:
 		s.config.refuseFirst(ctx, stored, err)
@@ -105,79 +103,76 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 
 // prepareWith obtains what prepare returns, for one configuration. It returns ErrNoSubnets, wrapped,
 // if no subnet is free and the attempt does not wait for one.
-func (s *startup) prepareWith(ctx context.Context, a attempt) (backend.Backend, lastknown.State, error) {
+func (s *startup) prepareWith(ctx context.Context, a attempt) (be backend.Backend, now lastknown.State, err error) {
 	log := klog.FromContext(ctx)
-	last := s.past
 	cfg := a.config
 	s.progress.waitFor(PhaseNoConfiguration)
 	s.config.use(cfg)
-	var err error
-	if last.PublicIPs, err = publicIPs(ctx, s.store); err != nil {
-		return nil, last, err
+	public, err := publicIPs(ctx, s.store)
+	if err != nil {
+		return nil, now, err
 	}
 	if err := s.readLocation(ctx); err != nil {
-		return nil, last, err
+		return nil, now, err
 	}
 	s.progress.waitFor(PhaseNoInterface)
-	iface, err := s.awaitInterface(ctx, cfg, last)
+	iface, err := s.awaitInterface(ctx, cfg, public)
 	if err != nil {
-		return nil, last, err
+		return nil, now, err
 	}
-	s.resumed.endTries() // otherwise two sessions could run the backend's commands at the same time
+	s.endTries() // otherwise two sessions could run the backend's commands at the same time
 	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
 	env := s.env(iface, cfg)
 	be, warnings, err := s.newBackend(env)
 	if err != nil {
-		return nil, last, err
+		return nil, now, err
 	}
 	s.config.logWarnings(ctx, slices.Concat(cfg.Warnings, warnings))
-	if now, ok := s.state.Get(); ok {
-		now.PublicIPs = last.PublicIPs
-		last = now // the session on the last known state may have changed the interface
-		if now.Fresh != nil {
-			last.Peers = now.Fresh()
-			last.Fresh = nil
-		}
+	now = s.last() // the session on the last known state may have changed the interface
+	now.PublicIPs = public
+	if now.Fresh != nil {
+		now.Peers = now.Fresh()
+		now.Fresh = nil
 	}
-	if !s.proven() && lastknown.OtherHost(last.Interface, iface) {
-		last.Peers = subnet.LedgerState{}
+	if !s.proven() && lastknown.OtherHost(now.Interface, iface) {
+		now.Peers = subnet.LedgerState{}
 	}
 
 	s.progress.waitFor(PhaseNoLease)
-	if s.runner.differs(cfg) { // so that Renewed keeps the data in Own, that of the last known state, although acquire may publish other data
+	if s.differs(cfg) { // so that Renewed keeps the data in Own, that of the last known state, although acquire may publish other data
 		s.state.Update(func(now *lastknown.State) { now.Stored = cmp.Or(now.Stored, new(now.Own)) })
 	}
 
-	prev, err := s.recall(ctx, be, env, last)
+	prev, err := s.recall(ctx, be, env, now)
 	if err != nil {
-		return nil, last, err
+		return nil, now, err
 	}
-	own, err := s.acquire(ctx, be, env, last, prev, a)
+	own, err := s.acquire(ctx, be, env, now, prev, a)
 	if err != nil {
-		return nil, last, err
+		return nil, now, err
 	}
-	if len(last.Own.Endpoints) == 0 {
-		last.Former = append(last.Former, published(prev, cfg, iface)...)
+	if len(now.Own.Endpoints) == 0 {
+		now.Former = append(now.Former, published(prev, cfg, iface)...)
 	}
 
-	last.Former, last.Rules = s.leftBehind(last, be), last.FormerNetworks(cfg)
-	last.Take(own)
-	last.Config = cfg
-	last.Interface = iface
-	last.Location = env.Location
-	last.LocationLabel = s.opts.LocationLabel
-	last.Recalled = false
+	now.Former, now.Rules = s.leftBehind(now, be), now.FormerNetworks(cfg)
+	now.Take(own)
+	now.Config = cfg
+	now.Interface = iface
+	now.Location = env.Location
+	now.LocationLabel = s.opts.LocationLabel
+	now.Recalled = false
 	if s.name != "" {
-		last.Name, last.Prefix = s.name, strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)
+		now.Name, now.Prefix = s.name, strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)
 	}
-	return be, last, nil
+	return be, now, nil
 }
 
 // awaitInterface waits for the external interface. While the last known state serves the pods of this
 // host, it does not give up.
-func (s *startup) awaitInterface(ctx context.Context, cfg subnet.Config, last lastknown.State) (underlay.Interface, error) {
-	options := s.runner.underlayOptions(cfg, last)
-	if len(last.Interface.Addrs) == 0 {
+func (s *startup) awaitInterface(ctx context.Context, cfg subnet.Config, public []netip.Addr) (underlay.Interface, error) {
+	options := s.underlayOptions(cfg, public)
+	if len(s.past.Interface.Addrs) == 0 {
 		before, err := s.store.Recall(ctx, subnet.Claim{})
 		if err != nil {
 			return underlay.Interface{}, fmt.Errorf("recall what this host has published: %w", err)
@@ -191,32 +186,23 @@ func (s *startup) awaitInterface(ctx context.Context, cfg subnet.Config, last la
 	limit := s.opts.IfaceWait
 	for {
 		iface, err := s.chooseUplink(ctx, options, limit)
-		if err == nil || ctx.Err() != nil || s.runner.serving.Load() == nil {
+		if err == nil || ctx.Err() != nil || s.serving.Load() == nil {
 			return iface, err
 		}
 		limit = max(limit, time.Minute)
 	}
 }
 
-// errUnreadable means that the store has a configuration that cannot be read.
-var errUnreadable = errors.New("the network configuration cannot be read")
-
-// readConfig waits for a valid network configuration. It returns errUnreadable, wrapped, if there is
+// readConfig waits for a valid network configuration. It returns ErrInvalidConfig, wrapped, if there is
 // an invalid one and the network can go on with the configuration of the last known state.
-func (s *startup) readConfig(ctx context.Context) (subnet.Config, error) {
-	var cfg subnet.Config
-	var unreadable error
-	err := retry(ctx, "waiting for the network configuration", func() (err error) {
+func (s *startup) readConfig(ctx context.Context) (cfg subnet.Config, err error) {
+	err = retry(ctx, "waiting for the network configuration", func() (err error) {
 		cfg, err = s.store.Config(ctx)
-		if s.runner.former() != nil && errors.Is(err, subnet.ErrInvalidConfig) {
-			unreadable = fmt.Errorf("%w: %w", errUnreadable, err)
-			return nil
+		if errors.Is(err, subnet.ErrInvalidConfig) && s.former() != nil {
+			return final{err}
 		}
 		return err
 	})
-	if err == nil {
-		err = unreadable
-	}
 	if err != nil {
 		return cfg, err
 	}
@@ -260,7 +246,7 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	log := klog.FromContext(ctx)
 	if outside := s.outsideOf(env.Config); outside != nil {
 		log.Error(outside, "the subnet of the last known state does not fit the network configuration")
-		s.ready.report(ctx, partSubnet, outside)
+		s.ready.report(partSubnet, outside)
 	}
 
 	// A host that already has a subnet in the range works, and so do its peers: flannel accepts such ranges.
@@ -276,14 +262,14 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	logged := ""
 	for {
 		own, err := claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, a, c) })
-		if ctx.Err() != nil || !cloud.Transient(err) || s.runner.differs(env.Config) {
+		if ctx.Err() != nil || !cloud.Transient(err) || s.differs(env.Config) {
 			return own, err
 		}
 		if logged != err.Error() {
 			logged = err.Error()
 			log.Error(err, "waiting for the cloud before taking a subnet")
 		}
-		s.ready.report(ctx, partSubnet, err)
+		s.ready.report(partSubnet, err)
 		if err := s.unchanged(ctx, a.stored); err != nil {
 			return own, err
 		}
@@ -316,7 +302,7 @@ func (s *startup) recognize(ctx context.Context, be backend.Backend, env backend
 // proven reports whether a session on the last known state uses the external interface. It then had the
 // addresses in that state, so the state is of this host, even if it has others now.
 func (s *startup) proven() bool {
-	now := s.runner.serving.Load()
+	now := s.serving.Load()
 	return now != nil && now.begin.Load().Interface.Index != 0
 }
 
@@ -349,37 +335,36 @@ func (s *startup) unchanged(ctx context.Context, stored *subnet.Config) error {
 // ErrNoSubnets, wrapped, at once. It returns ErrConfigChanged, wrapped, if the configuration in the store
 // changes while it waits.
 func (s *startup) waitForSubnet(ctx context.Context, a attempt, claim subnet.Claim) (own subnet.Lease, err error) {
-	var left, none error
+	var left error
 	err = retry(ctx, "waiting for a subnet", func() (err error) {
 		if own, err = s.store.Acquire(ctx, a.config, claim); ctx.Err() != nil {
 			return err
 		}
 		if errors.Is(err, subnet.ErrNoSubnets) {
-			if !a.waits && s.runner.differs(*a.stored) {
-				none = err
-				return nil
+			if !a.waits && s.differs(*a.stored) {
+				return final{err}
 			}
 			if left == nil {
 				left = s.leaveLast(ctx, a.config)
 			}
 		}
 		if err == nil {
-			s.ready.report(ctx, partSubnet, nil)
+			s.ready.report(partSubnet, nil)
 			return nil
 		}
-		s.ready.report(ctx, partSubnet, oneline.Join(left, err))
+		s.ready.report(partSubnet, oneline.Join(left, err))
 		if changed := s.unchanged(ctx, a.stored); changed != nil {
 			return changed
 		}
 		return err
 	})
-	return own, cmp.Or(err, none)
+	return own, err
 }
 
 // outsideOf returns an error if the last known state is in use and cfg cannot assign all of
 // its subnets. With Kubernetes it returns nil, because the API assigns the subnets.
 func (s *startup) outsideOf(cfg subnet.Config) error {
-	now := s.runner.serving.Load()
+	now := s.serving.Load()
 	if now == nil || s.opts.KubeSubnetMgr {
 		return nil
 	}
@@ -392,7 +377,7 @@ func (s *startup) outsideOf(cfg subnet.Config) error {
 // there is another subnet. leaveLast logs and returns the reason, or returns nil if there
 // is no session.
 func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
-	now := s.runner.serving.Load()
+	now := s.serving.Load()
 	if now == nil {
 		return nil
 	}
@@ -402,11 +387,11 @@ func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
 		why = fmt.Errorf("%v is not this host's any more", now.own().Subnets())
 	}
 
-	s.resumed.stop()
-	s.runner.serving.Store(nil)
-	s.progress.left()
+	s.stop()
+	s.serving.Store(nil)
+	s.progress.enter("")
 	s.ready.health.Pause()
-	s.ready.report(ctx, partSubnetFile, errNoSubnet)
+	s.ready.report(partSubnetFile, errNoSubnet)
 	log := klog.FromContext(ctx)
 	if err := os.Remove(s.opts.SubnetFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		log.Error(err, "cannot remove the subnet file, which still contains the subnet that was left")

@@ -7,10 +7,8 @@ import (
 	"context"
 	"net/netip"
 
-	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
 	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/pkg/report/metrics"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/kube"
@@ -25,49 +23,32 @@ type Store interface {
 	Close() error
 }
 
-// storeOpener has what the store of a network needs.
-type storeOpener struct {
-	opts     options.Options
-	backends backend.Registry
-	past     lastknown.State
-	state    *lastknown.Store
-	ready    *readiness
-	metrics  *metrics.Metrics
-}
-
-// open opens the store of a network with the watch of its configuration. It opens them together, because
-// etcd passes the configuration to the watch, and the watch passes warnings to the Kubernetes API. The
-// parameter one is a function that opens the store of one of several networks. If one is nil, there is only
-// one network, and the options select its store.
-func (o storeOpener) open(ctx context.Context, one func(etcd.Config) (Store, error)) (Store, *configWatch, error) {
-	if one == nil && o.opts.KubeSubnetMgr {
-		m, err := kube.New(o.kubeConfig(ctx))
-		if err != nil {
-			return nil, nil, err
-		}
-		return m, newConfigWatch(o.follows(), o.validate, m.Warn), nil
+// openStore opens the store of the network, with the watch of its configuration, to which etcd passes the
+// configuration. The parameter one is a function that opens the store of one of several networks. If it is nil, there
+// is only one network, and the options select its store.
+func (n *Network) openStore(ctx context.Context, one func(etcd.Config) (Store, error)) (err error) {
+	n.config = newConfigWatch(n.follows(), n.validate, nil)
+	switch {
+	case one != nil:
+		n.store, err = one(n.etcdConfig(ctx))
+	case n.opts.KubeSubnetMgr:
+		n.store, err = kube.New(n.kubeConfig())
+	default:
+		c := n.etcdConfig(ctx)
+		c.OnConfig = func(text []byte) { n.config.apply(ctx, text) }
+		n.store, err = etcd.New(c)
 	}
-
-	config := newConfigWatch(o.follows(), o.validate, nil)
-	c := o.etcdConfig(ctx)
-	if one != nil {
-		store, err := one(c)
-		return store, config, err
+	if err == nil {
+		n.config.warn = warner(n.store)
 	}
-
-	c.OnConfig = func(text []byte) { config.apply(ctx, text) }
-	m, err := etcd.New(c)
-	if err != nil {
-		return nil, nil, err
-	}
-	return m, config, nil
+	return err
 }
 
 // follows reports whether the network changes to another configuration while it runs.
-func (o storeOpener) follows() bool { return o.opts.FollowConfig && !o.opts.ExitOnConfigChange }
+func (n *Network) follows() bool { return n.opts.FollowConfig && !n.opts.ExitOnConfigChange }
 
-func (o storeOpener) validate(text []byte) (subnet.Config, error) {
-	cfg, _, warnings, err := Validate("", text, !o.opts.KubeSubnetMgr, o.backends)
+func (n *Network) validate(text []byte) (subnet.Config, error) {
+	cfg, _, warnings, err := Validate("", text, !n.opts.KubeSubnetMgr, n.catalog.Registry)
 	cfg.Warnings = warnings
 	return cfg, err
 }
@@ -83,39 +64,33 @@ func EtcdConfig(o options.Options) etcd.Config {
 }
 
 // etcdConfig returns the options for the store of the network.
-func (o storeOpener) etcdConfig(ctx context.Context) etcd.Config {
-	c := EtcdConfig(o.opts)
-	c.Previous = previousSubnets(ctx, o.opts.SubnetFile)
-	c.Former = func() []netip.Prefix {
-		last, ok := o.state.Get()
-		if !ok {
-			last = o.past
-		}
-		return last.Subnets
-	}
+func (n *Network) etcdConfig(ctx context.Context) etcd.Config {
+	c := EtcdConfig(n.opts)
+	c.Previous = previousSubnets(ctx, n.opts.SubnetFile)
+	c.Former = func() []netip.Prefix { return n.last().Subnets }
 
-	c.Own = *cmp.Or(o.past.Stored, &o.past.Own)
-	c.Known = o.past.Peers
-	c.OnRepaired = o.metrics.Differed
-	c.OnStatus = func(err error) { o.ready.reportStore(ctx, err) }
+	c.Own = *cmp.Or(n.past.Stored, &n.past.Own)
+	c.Known = n.past.Peers
+	c.OnRepaired = n.metrics.Differed
+	c.OnStatus = n.ready.reportStore
 	c.OnLease = func(own subnet.Lease) {
-		o.state.Update(func(now *lastknown.State) { now.Renewed(own) })
+		n.state.Update(func(now *lastknown.State) { now.Renewed(own) })
 	}
 	return c
 }
 
 // kubeConfig returns the options for the store of the network.
-func (o storeOpener) kubeConfig(ctx context.Context) kube.Config {
+func (n *Network) kubeConfig() kube.Config {
 	c := kube.Config{
-		APIURL: o.opts.KubeAPIURL, Kubeconfig: o.opts.KubeconfigFile,
-		NodeName: o.opts.NodeName, PodName: o.opts.PodName, PodNamespace: o.opts.PodNamespace,
-		NetConfig: o.opts.NetConfigPath, AnnotationPrefix: o.opts.KubeAnnotationPrefix,
-		Own: o.past.Own, Known: o.past.Peers,
-		OnStatus:   func(err error) { o.ready.reportStore(ctx, err) },
-		OnRepaired: o.metrics.Differed, LocationLabel: o.opts.LocationLabel,
+		APIURL: n.opts.KubeAPIURL, Kubeconfig: n.opts.KubeconfigFile,
+		NodeName: n.opts.NodeName, PodName: n.opts.PodName, PodNamespace: n.opts.PodNamespace,
+		NetConfig: n.opts.NetConfigPath, AnnotationPrefix: n.opts.KubeAnnotationPrefix,
+		Own: n.past.Own, Known: n.past.Peers,
+		OnStatus:   n.ready.reportStore,
+		OnRepaired: n.metrics.Differed, LocationLabel: n.opts.LocationLabel,
 	}
-	if o.opts.SetNodeNetworkUnavailable {
-		c.Ready = o.ready.up
+	if n.opts.SetNodeNetworkUnavailable {
+		c.Ready = n.ready.up
 	}
 	return c
 }

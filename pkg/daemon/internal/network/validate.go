@@ -56,11 +56,11 @@ func endpointAddrs(ctx context.Context, endpoints []string) (addrs []netip.Addr)
 
 // checkRanges is CheckRanges with the interface iface and the options of this network. With Kubernetes it
 // returns nil, because the API assigns the subnets.
-func (p *parts) checkRanges(ctx context.Context, cfg, used subnet.Config, iface underlay.Interface) error {
-	if p.opts.KubeSubnetMgr || slices.Equal(cfg.Networks, used.Networks) {
+func (n *Network) checkRanges(ctx context.Context, cfg, used subnet.Config, iface underlay.Interface) error {
+	if n.opts.KubeSubnetMgr || slices.Equal(cfg.Networks, used.Networks) {
 		return nil
 	}
-	return CheckRanges(ctx, cfg, used, iface, p.opts.EtcdEndpoints)
+	return CheckRanges(ctx, cfg, used, iface, n.opts.EtcdEndpoints)
 }
 
 // usualMTU is the MTU of most external interfaces in bytes.

@@ -6,10 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"sync"
 
 	"github.com/flanneld/flanneld/pkg/base/statefile"
-	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 )
 
 // ErrInUse means that another network or daemon has the lock of a device.
@@ -26,50 +26,40 @@ type Locks struct {
 }
 
 // NewLocks returns locks in the state directory dir, none of them taken.
-func NewLocks(dir string) *Locks { return &Locks{dir: dir} }
+func NewLocks(dir string) *Locks { return &Locks{dir: dir, taken: map[string]io.Closer{}} }
 
-// Take takes the lock of the named device, if l does not have it already. It returns
-// ErrInUse, wrapped, if another network or daemon has the lock. If the lock file cannot be
-// used, Take returns nil without a lock.
-func (l *Locks) Take(name string) error {
+// Take takes the locks of the named devices that l does not have already. It returns ErrInUse, wrapped, if another
+// network or daemon has one of them, and keeps those that it has taken. If a lock file cannot be used, Take
+// continues without that lock.
+func (l *Locks) Take(names ...string) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if _, taken := l.taken[name]; taken {
-		return nil
-	}
+	for _, name := range names {
+		if _, taken := l.taken[name]; taken {
+			continue
+		}
 
-	lock, err := statefile.Lock(l.dir, "device-"+name)
-	if errors.Is(err, ErrInUse) {
-		return fmt.Errorf("another flanneld has device %s: %w", name, err)
-	}
-	if err != nil { // opening the state file fails in the same way, which is logged
-		return nil
-	}
-	if l.taken == nil {
-		l.taken = map[string]io.Closer{}
-	}
-	l.taken[name] = lock
-	return nil
-}
-
-// Release releases the lock of the named device, if l has it.
-func (l *Locks) Release(name string) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if lock, taken := l.taken[name]; taken {
-		_ = lock.Close()
-		delete(l.taken, name)
-	}
-}
-
-// TakeAll takes the locks of all devices in scope s. If it fails, it keeps those that it has taken.
-func (l *Locks) TakeAll(s dataplane.Scope) error {
-	for _, name := range s.Devices {
-		if err := l.Take(name); err != nil {
-			return err
+		lock, err := statefile.Lock(l.dir, "device-"+name)
+		if errors.Is(err, ErrInUse) {
+			return fmt.Errorf("another flanneld has device %s: %w", name, err)
+		}
+		if err == nil { // opening the state file fails in the same way, which is logged
+			l.taken[name] = lock
 		}
 	}
 	return nil
+}
+
+// Release releases the locks of the named devices, except for those in needed.
+func (l *Locks) Release(names, needed []string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, name := range names {
+		if lock, taken := l.taken[name]; taken && !slices.Contains(needed, name) {
+			_ = lock.Close()
+			delete(l.taken, name)
+		}
+	}
 }
 
 // ReleaseAll releases all locks.
@@ -79,5 +69,5 @@ func (l *Locks) ReleaseAll() {
 	for _, lock := range l.taken {
 		_ = lock.Close()
 	}
-	l.taken = nil
+	clear(l.taken)
 }

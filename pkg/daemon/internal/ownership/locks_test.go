@@ -5,33 +5,31 @@ package ownership
 import (
 	"errors"
 	"testing"
-
-	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 )
 
 func TestLocks(t *testing.T) {
 	dir := t.TempDir()
 	one, two := NewLocks(dir), NewLocks(dir)
-	scope := dataplane.Scope{Devices: []string{"flannel.1", "flannel-v6.1"}}
+	devices := []string{"flannel.1", "flannel-v6.1"}
 	for range 2 {
-		if err := one.TakeAll(scope); err != nil {
+		if err := one.Take(devices...); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := two.TakeAll(scope); !errors.Is(err, ErrInUse) {
+	if err := two.Take(devices...); !errors.Is(err, ErrInUse) {
 		t.Errorf("the second daemon gets %v, want ErrInUse", err)
 	}
-	one.Release("flannel-v6.1")
+	one.Release(devices, []string{"flannel.1"})
 	if err := two.Take("flannel-v6.1"); err != nil {
 		t.Error(err)
 	}
 	one.ReleaseAll()
-	if err := two.TakeAll(scope); err != nil {
+	if err := two.Take(devices...); err != nil {
 		t.Error(err)
 	}
 	two.ReleaseAll()
 	none := NewLocks("/dev/null/nowhere")
-	if err := none.TakeAll(scope); err != nil {
+	if err := none.Take(devices...); err != nil {
 		t.Errorf("without a state directory: %v", err)
 	}
 }

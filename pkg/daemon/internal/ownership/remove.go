@@ -22,16 +22,24 @@ type Remover struct {
 	CloseUnused func() error
 }
 
-// Remove first calls CloseUnused. Then it removes the objects of one former configuration, except for
-// devices that another network or daemon uses now, and the objects on them. If there is such a device,
-// all leftovers stay too. Remove keeps the locks of the other devices until Release.
-func (r Remover) Remove(ctx context.Context, kernel dataplane.Kernel, former Objects) error {
+// Remove first calls CloseUnused. Then it removes the objects of former configurations, except for
+// devices that another network or daemon uses now, and the objects on them. If a configuration has such a
+// device, all its leftovers stay too. Remove keeps the locks of the other devices until Release.
+func (r Remover) Remove(ctx context.Context, kernel dataplane.Kernel, former ...Objects) error {
 	if r.CloseUnused != nil {
 		if err := r.CloseUnused(); err != nil {
 			return err
 		}
 	}
+	for _, f := range former {
+		if err := r.remove(ctx, kernel, f); err != nil {
+			return err
+		}
+	}
+	return nil
+}
 
+func (r Remover) remove(ctx context.Context, kernel dataplane.Kernel, former Objects) error {
 	scope := former.Scope
 	scope.Devices = slices.DeleteFunc(slices.Clone(scope.Devices), func(name string) bool {
 		return errors.Is(r.Devices.Take(name), ErrInUse)
@@ -54,11 +62,9 @@ func (r Remover) Remove(ctx context.Context, kernel dataplane.Kernel, former Obj
 	return nil
 }
 
-// Release releases the locks of the devices of a former configuration that are not in Present.
-func (r Remover) Release(former Objects) {
-	for _, name := range former.Scope.Devices {
-		if !slices.Contains(r.Present.Scope.Devices, name) {
-			r.Devices.Release(name)
-		}
+// Release releases the locks of the devices of former configurations that are not in Present.
+func (r Remover) Release(former ...Objects) {
+	for _, f := range former {
+		r.Devices.Release(f.Scope.Devices, r.Present.Scope.Devices)
 	}
 }

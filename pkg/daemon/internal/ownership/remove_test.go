@@ -47,7 +47,7 @@ func TestRemoverLeavesOthersDevices(t *testing.T) {
 		_, there = have.Links[dev]
 		return there
 	}
-	if err := other.TakeAll(scope); err != nil {
+	if err := other.Take(dev); err != nil {
 		t.Fatal(err)
 	}
 	if !remove() || left.removed {
@@ -57,7 +57,7 @@ func TestRemoverLeavesOthersDevices(t *testing.T) {
 	if remove() || !left.removed {
 		t.Error("an unused device or its objects were not removed")
 	}
-	if err := other.TakeAll(scope); err != nil {
+	if err := other.Take(dev); err != nil {
 		t.Errorf("a deleted device: %v", err)
 	}
 	other.ReleaseAll()

@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -21,16 +20,13 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/tune"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
-	"github.com/flanneld/flanneld/pkg/daemon/internal/ownership"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/keeper"
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
-	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/probe/pathmtu"
 	"github.com/flanneld/flanneld/pkg/probe/paths"
-	"github.com/flanneld/flanneld/pkg/report/metrics"
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -54,28 +50,6 @@ func NewHost(journal *status.Journal, tuner *tune.Tuner) *Host {
 		Firewall: keeper.NewHost(), Underlay: underlay.NewReader(), Journal: journal, Tuner: cmp.Or(tuner, &tune.Tuner{}),
 		Started: time.Now(), Probes: paths.NewLimit(), PathMTUs: pathmtu.NewLimit(),
 	}
-}
-
-// parts are what one network has from its opening to its end. The start and the sessions use them.
-type parts struct {
-	host     *Host
-	name     string // empty if it is the only network
-	opts     options.Options
-	kernel   *linux.Kernel
-	devices  *ownership.Locks
-	catalog  backend.Catalog
-	state    *lastknown.Store
-	past     lastknown.State // state file of the last process; Rules also has the networks of the subnet file
-	store    Store
-	config   *configWatch
-	ready    *readiness
-	metrics  *metrics.Metrics
-	rules    ruleKeeper
-	others   func() ([]netip.Prefix, <-chan struct{}) // see Config.Others
-	claims   func([]Claimed) error                    // see Config.Claims
-	progress *Progress
-	labelled atomic.Pointer[string] // location of this host according to the store; nil before it was read
-	surroundings
 }
 
 // surroundings is what else a network uses of its host. The scripts of tests have another one.
@@ -108,57 +82,61 @@ func realSurroundings() surroundings {
 	}
 }
 
+// last returns the state of this process, or that of the last one before the first session.
+func (n *Network) last() lastknown.State {
+	if now, ok := n.state.Get(); ok {
+		return now
+	}
+	return n.past
+}
+
 // retryTime returns the time until something is tried again that was refused. Its mean is refusedPause.
-func (p *parts) retryTime() time.Duration { return refusedPause/2 + p.random(refusedPause) }
+func (n *Network) retryTime() time.Duration { return refusedPause/2 + n.random(refusedPause) }
 
 // env returns the environment of the backend of cfg on the external interface iface.
-func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
-	last := p.past
-	if now, ok := p.state.Get(); ok {
-		last = now
-	}
+func (n *Network) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	return backend.Env{
-		PathLimit: p.host.PathMTUs, Warn: warner(p.store),
-		PublicEndpoint: p.opts.PublicEndpoint, Location: p.location(),
-		Used: used(last), Connected: p.connected, FreePorts: p.catalog.FreePorts,
-		Network: p.name, Underlay: iface, Config: cfg, Kernel: p.kernel, Resync: p.opts.Resync, StateDir: p.opts.StateDir, Blackhole: p.opts.IPBlackholeRoute,
+		PathLimit: n.host.PathMTUs, Warn: warner(n.store),
+		PublicEndpoint: n.opts.PublicEndpoint, Location: n.location(),
+		Used: used(n.last()), Connected: n.connected, FreePorts: n.catalog.FreePorts,
+		Network: n.name, Underlay: iface, Config: cfg, Kernel: n.kernel, Resync: n.opts.Resync, StateDir: n.opts.StateDir, Blackhole: n.opts.IPBlackholeRoute,
 	}
 }
 
 // location returns the location of this host, or "" if there is none. With --location-label the store has
 // it. Until the location was read from the store, the last known one counts if it comes from the same
 // label.
-func (p *parts) location() string {
-	now := p.labelled.Load()
+func (n *Network) location() string {
+	now := n.labelled.Load()
 	switch {
-	case p.opts.LocationLabel == "":
-		return p.opts.Location
+	case n.opts.LocationLabel == "":
+		return n.opts.Location
 	case now != nil:
 		return *now
-	case p.past.LocationLabel == p.opts.LocationLabel:
-		return p.past.Location
+	case n.past.LocationLabel == n.opts.LocationLabel:
+		return n.past.Location
 	}
 	return ""
 }
 
 // readLocation reads the location of this host from the store if --location-label is set and the store
 // has locations.
-func (p *parts) readLocation(ctx context.Context) error {
-	l, ok := p.store.(subnet.LocationSource)
-	if !ok || p.opts.LocationLabel == "" {
+func (n *Network) readLocation(ctx context.Context) error {
+	l, ok := n.store.(subnet.LocationSource)
+	if !ok || n.opts.LocationLabel == "" {
 		return nil
 	}
 	name, err := l.Location(ctx)
 	if err == nil {
-		p.labelled.Store(&name)
+		n.labelled.Store(&name)
 	}
 	return err
 }
 
 // newBackend returns the backend of a configuration that the network is about to use. It returns an error
 // if the backend cannot use one of the flags.
-func (p *parts) newBackend(env backend.Env) (be backend.Backend, warnings []string, err error) {
-	be, warnings, err = p.catalog.New(env)
+func (n *Network) newBackend(env backend.Env) (be backend.Backend, warnings []string, err error) {
+	be, warnings, err = n.catalog.New(env)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -169,7 +147,7 @@ func (p *parts) newBackend(env backend.Env) (be backend.Backend, warnings []stri
 		return nil, nil, fmt.Errorf("--public-endpoint %s cannot be used: %w", env.PublicEndpoint, err)
 	}
 
-	for _, flag := range [][2]string{{"--location", p.opts.Location}, {"--location-label", p.opts.LocationLabel}} {
+	for _, flag := range [][2]string{{"--location", n.opts.Location}, {"--location-label", n.opts.LocationLabel}} {
 		if err := backend.CheckLocations(be, env.Config.BackendType); flag[1] != "" && err != nil {
 			return nil, nil, fmt.Errorf("%s %s cannot be used: %w", flag[0], flag[1], err)
 		}
@@ -197,25 +175,25 @@ type Claimed struct {
 }
 
 // claim calls Config.Claims, unless it is nil, with what the network claims on this host from now on.
-func (p *parts) claim(all []Claimed) error {
-	if p.claims == nil {
+func (n *Network) claim(all []Claimed) error {
+	if n.claims == nil {
 		return nil
 	}
-	return p.claims(all)
+	return n.claims(all)
 }
 
 // claimed returns what the network claims on this host: the configuration of now, with its backend be,
 // and what former ones have left.
-func (p *parts) claimed(now lastknown.State, be backend.Backend) []Claimed {
+func (n *Network) claimed(now lastknown.State, be backend.Backend) []Claimed {
 	all := []Claimed{{now.Config, be}}
 	for _, f := range now.Former {
-		all = append(all, p.claimedBy(f))
+		all = append(all, n.claimedBy(f))
 	}
 	return all
 }
 
-func (p *parts) claimedBy(f lastknown.Former) Claimed {
-	be, _, err := p.catalog.New(p.env(f.Interface, f.Config))
+func (n *Network) claimedBy(f lastknown.Former) Claimed {
+	be, _, err := n.catalog.New(n.env(f.Interface, f.Config))
 	if err != nil {
 		be = nil
 	}
@@ -233,19 +211,25 @@ func used(last lastknown.State) (types []string) {
 }
 
 // connected returns the time since which the store is connected; zero if it is not.
-func (p *parts) connected() time.Time {
-	since, err := p.ready.health.Part(partDatastore)
+func (n *Network) connected() time.Time {
+	since, err := n.ready.health.Part(partDatastore)
 	if err != nil {
 		return time.Time{}
 	}
 	return since
 }
 
-// watchInterface follows the external interface until ctx ends. It sends the latest state
-// to changed.
-func (p *parts) watchInterface(ctx context.Context, o underlay.Options, now underlay.Interface, changed chan underlay.Interface) error {
-	usable := func(err error) { p.ready.report(ctx, partInterface, err) }
-	return p.watchUplink(ctx, o, now, latest(changed), usable)
+// watchInterface follows the external interface until ctx ends. It sends the latest state to changed, instead of one
+// that was not received yet. changed must have a buffer of one.
+func (n *Network) watchInterface(ctx context.Context, o underlay.Options, now underlay.Interface, changed chan underlay.Interface) error {
+	send := func(i underlay.Interface) {
+		select {
+		case <-changed:
+		default:
+		}
+		changed <- i
+	}
+	return n.watchUplink(ctx, o, now, send, func(err error) { n.ready.report(partInterface, err) })
 }
 
 func describe(i underlay.Interface) []string {
@@ -258,18 +242,6 @@ func describe(i underlay.Interface) []string {
 		}
 	}
 	return s
-}
-
-// latest returns a function that sends a value to ch and replaces a value that was not
-// received yet. Only this function may send to ch, which must have a buffer of one.
-func latest[T any](ch chan T) func(T) {
-	return func(v T) {
-		select {
-		case <-ch:
-		default:
-		}
-		ch <- v
-	}
 }
 
 // ended returns nil if ctx has ended, and otherwise err. It hides every error after the end of ctx,
@@ -285,9 +257,12 @@ func ended(ctx context.Context, err error) error {
 // yet or no free subnet.
 const retryPause = time.Second
 
+// final is an error after which retry gives up.
+type final struct{ error }
+
 // retry repeats try until it succeeds or ctx ends. It logs an error with the message what, if
 // the error differs from the one logged before. A success counts even if ctx has ended. retry
-// returns at once if the error is ErrUnfit or ErrConfigChanged. At the end of ctx it returns
+// returns at once if the error is final, ErrUnfit or ErrConfigChanged. At the end of ctx it returns
 // the last error, joined with that of ctx.
 func retry(ctx context.Context, what string, try func() error) error {
 	logged := ""
@@ -295,6 +270,9 @@ func retry(ctx context.Context, what string, try func() error) error {
 		err := try()
 		if err == nil {
 			return nil
+		}
+		if last := (final{}); errors.As(err, &last) {
+			return last.error
 		}
 		if ctx.Err() != nil {
 			return oneline.Join(err, ctx.Err())

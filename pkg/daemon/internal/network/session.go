@@ -22,58 +22,42 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// runner runs sessions, one after the other.
-type runner struct {
-	*parts
-	serving atomic.Pointer[session] // the last session that was started; nil before the first and after leaveLast
-}
-
 // serve starts a session: the backend's network, the lease-watch loop, the traffic rules, the
 // subnet file, and the removal of what former configurations have left. serve calls change, perhaps
-// more than once, to turn the last known state into the state of the session. pause is the time to
-// wait before this host's lease is published. The session lasts until ctx ends or its stop is called.
-func (r *runner) serve(ctx context.Context, be backend.Backend, pause time.Duration, change func(now *lastknown.State)) (*session, error) {
-	now, running, err := r.startNetwork(ctx, be, change)
+// more than once, to turn the last known state into the state of the session. The session lasts until ctx
+// ends or its stop is called.
+func (n *Network) serve(ctx context.Context, be backend.Backend, change func(now *lastknown.State)) (*session, error) {
+	now, running, err := n.startNetwork(ctx, be, change)
 	if err != nil {
 		return nil, err
 	}
-	ledger := &subnet.Ledger{}
-	ledger.Restore(now.Peers, time.Now())
-	now.Peers = subnet.LedgerState{}
-	rules := wait.NewSignal()
-	past := r.newRetirement(now.Former, be, rules)
-	compared := make(chan struct{})
-	syncer := r.newSyncer(ctx, now, running, ledger, past, sync.OnceFunc(func() { close(compared) }))
-	file := &fileKeeper{path: r.opts.SubnetFile, file: subnetFile(now, running.MTU(), r.opts.IPMasq), report: func(err error) { r.ready.report(ctx, partSubnetFile, err) }}
-	file.expect() // otherwise the file of the last session would count as that of this one
-	tried := make(chan struct{})
-	var reclaim, republish <-chan struct{}
-	if n, ok := running.(backend.Reclaimer); ok {
-		reclaim = n.Reclaim()
-	}
-
-	publisher, ok := running.(backend.Publisher)
-	if ok {
-		republish = publisher.Republish()
-	}
-
-	var prober *paths.Prober
-	if r.opts.Probe {
-		prober = r.newProber(now, be, running, syncer)
-	}
-
 	ctx, cancel := context.WithCancel(ctx)
 	s := &session{
-		mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, compared: compared, pause: pause,
-		reclaim: reclaim, publisher: publisher, republish: republish,
-		rules: rules, prober: prober, cancel: cancel, done: make(chan struct{}),
+		mtu: running.MTU(), be: be, ledger: &subnet.Ledger{}, retirement: n.newRetirement(now.Former, be),
+		compared: make(chan struct{}), rules: wait.NewSignal(), cancel: cancel, done: make(chan struct{}),
+	}
+	s.ledger.Restore(now.Peers, time.Now())
+	now.Peers = subnet.LedgerState{}
+	s.begin.Store(&now)
+	s.syncer = n.newSyncer(s, running)
+	if c, ok := running.(backend.Reclaimer); ok {
+		s.reclaim = c.Reclaim()
+	}
+	if c, ok := running.(backend.Publisher); ok {
+		s.publisher = c
+		s.republish = c.Republish()
+	}
+	if n.opts.Probe {
+		s.prober = n.newProber(s, running)
 	}
 
-	s.begin.Store(&now)
-	r.serving.Store(s) // reports read s from now on
-	r.progress.session(now.Recalled, len(past.former) > 0)
+	file := &fileKeeper{path: n.opts.SubnetFile, file: subnetFile(now, s.mtu, n.opts.IPMasq), report: func(err error) { n.ready.report(partSubnetFile, err) }}
+	file.expect()      // otherwise the file of the last session would count as that of this one
+	n.serving.Store(s) // reports read s from now on
+	n.progress.enter(s.phase())
+	tried := make(chan struct{})
 	var wg sync.WaitGroup
-	wg.Go(func() { r.keepRules(ctx, s, sync.OnceFunc(func() { close(tried) })) })
+	wg.Go(func() { n.keepRules(ctx, s, sync.OnceFunc(func() { close(tried) })) })
 	wg.Go(func() {
 		select { // wait for the rules: they must exist before a pod gets an address of the subnet
 		case <-tried:
@@ -82,13 +66,13 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, pause time.Durat
 		}
 	})
 
-	wg.Go(func() { past.run(ctx) })
-	if prober != nil {
-		wg.Go(func() { prober.Run(ctx) })
+	wg.Go(func() { n.retire(ctx, s) })
+	if s.prober != nil {
+		wg.Go(func() { s.prober.Run(ctx) })
 	}
 
 	go func() {
-		_ = syncer.Run(ctx)
+		_ = s.syncer.Run(ctx)
 		wg.Wait()
 		_ = running.Close()
 		close(s.done)
@@ -101,96 +85,92 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, pause time.Durat
 // If a session with another configuration came before, the state has the new configuration as a former
 // one until the network has started. If the process ends before that, the next process begins with the
 // configuration that has worked.
-func (r *runner) startNetwork(ctx context.Context, be backend.Backend, change func(now *lastknown.State)) (now lastknown.State, running backend.Network, err error) {
-	before, known := r.state.Get()
+func (n *Network) startNetwork(ctx context.Context, be backend.Backend, change func(now *lastknown.State)) (now lastknown.State, running backend.Network, err error) {
+	before, known := n.state.Get()
 	now = before
 	change(&now)
 
 	// Without a session this host may have left the subnet in the state, which may then belong to another host.
-	replaces := known && r.serving.Load() != nil && len(subnet.Changes(before.Config, now.Config)) > 0
-	claimed := r.claimed(now, be)
+	replaces := known && n.serving.Load() != nil && len(subnet.Changes(before.Config, now.Config)) > 0
+	claimed := n.claimed(now, be)
 	if replaces {
-		claimed = append(claimed, r.claimedBy(lastknown.Former{Config: before.Config, Interface: before.Interface}))
+		claimed = append(claimed, n.claimedBy(lastknown.Former{Config: before.Config, Interface: before.Interface}))
 	}
-	if err := r.claim(claimed); err != nil {
+	if err := n.claim(claimed); err != nil {
 		return now, nil, err
 	}
-	if err := r.devices.TakeAll(be.Scope()); err != nil {
+	if err := n.devices.Take(be.Scope().Devices...); err != nil {
 		return now, nil, err
 	}
-	r.host.Tuner.Network(r.name, r.catalog.OneThread(now.Config))
+	n.host.Tuner.Network(n.name, n.catalog.OneThread(now.Config))
 	if replaces {
-		r.state.Change(func(to *lastknown.State) { to.Attempt(now) })
-		r.guardFirst(ctx, r.serving.Load(), be, now)
+		n.state.Change(func(to *lastknown.State) { to.Attempt(now) })
+		n.guardFirst(ctx, n.serving.Load(), be, now)
 	} else {
-		now = r.state.Change(change)
+		now = n.state.Change(change)
 	}
 	if now.Interface.Index == 0 {
 		return now, unconnected{mtu: unconnectedMTU(be, now.Interface)}, nil
 	}
-	if running, err = startBackend(ctx, be, now.Own, r.catalog.FreePorts); err != nil {
+	if running, err = startBackend(ctx, be, now.Own, n.catalog.FreePorts); err != nil {
 		return now, nil, fmt.Errorf("start backend: %w", err)
 	}
 	if replaces {
-		now = r.state.Change(change)
-		_ = r.claim(r.claimed(now, be)) // cannot be refused, because it is less than before
+		now = n.state.Change(change)
+		_ = n.claim(n.claimed(now, be)) // cannot be refused, because it is less than before
 	}
 	return now, running, nil
 }
 
-// newSyncer returns the lease-watch loop of a session. As soon as the store has answered, the loop reports each
-// pass without an error to past, and calls compared after each pass.
-func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running backend.Network, ledger *subnet.Ledger, past *retirement, compared func()) *backend.Syncer {
-	var syncer *backend.Syncer
+// newSyncer returns the lease-watch loop of s. As soon as the store has answered, the loop closes compared after a pass,
+// and tells the retirement of each pass without an error.
+func (n *Network) newSyncer(s *session, running backend.Network) *backend.Syncer {
+	now := s.begin.Load()
+	compared := sync.OnceFunc(func() { close(s.compared) })
 	config := backend.SyncerConfig{
-		Config: now.Config, Own: now.Own, Network: running, Ledger: ledger, Resync: r.opts.Resync,
-		Migrated: past.migrated, Broadcasts: underlay.Broadcasts,
+		Config: now.Config, Own: now.Own, Network: running, Ledger: s.ledger, Resync: n.opts.Resync,
+		Migrated: s.retirement.migrated, Broadcasts: underlay.Broadcasts,
 		OnSync: func(p backend.Pass) {
-			r.ready.health.Beat()
-			r.metrics.Synced(p.Took, p.Repaired, p.Err)
+			n.ready.health.Beat()
+			n.metrics.Synced(p.Took, p.Repaired, p.Err)
 			// Before the store has answered, a pass without an error does not make the
 			// network ready. Once it was ready, later sessions continue with the leases
 			// that the first one got from the store.
-			if p.Answered || p.Err != nil || r.ready.wasReady() {
-				r.ready.report(ctx, partDatapath, p.Err)
+			if p.Answered || p.Err != nil || n.ready.wasReady() {
+				n.ready.report(partDatapath, p.Err)
 			}
 			if p.Answered {
 				compared()
 				if p.Err == nil {
-					past.due(p)
+					s.retirement.due(p)
 				}
 			}
 
 			switch {
 			case p.News:
-				r.state.Update(func(now *lastknown.State) { now.Peers, now.Fresh = subnet.LedgerState{}, syncer.Peers })
+				n.state.Update(func(now *lastknown.State) { now.Peers, now.Fresh = subnet.LedgerState{}, s.syncer.Peers })
 			case p.Answered:
-				r.state.Check()
+				n.state.Check()
 			}
 		},
 	}
-	if warn := warner(r.store); warn != nil {
+	if warn := warner(n.store); warn != nil {
 		config.OnRefused = func(key, reason string) { warn("FlannelPeerRefused", key+": "+reason) }
 	}
-	syncer = backend.NewSyncer(config)
-	return syncer
+	return backend.NewSyncer(config)
 }
 
 // underlayOptions returns the options for choosing the external interface, from cfg, the flags, the
-// interface that this process or the last one has used, and the peers. The public addresses in last come
+// interface that this process or the last one has used, and the peers. The public addresses come
 // from the store and replace those of the flags.
-func (r *runner) underlayOptions(cfg subnet.Config, last lastknown.State) underlay.Options {
-	public := last.PublicIPs
-	if now, ok := r.state.Get(); ok {
-		last = now
-	}
-
+func (n *Network) underlayOptions(cfg subnet.Config, public []netip.Addr) underlay.Options {
+	last := n.last()
 	o := underlay.Options{
-		Ifaces: r.opts.Iface, IfaceRegexes: r.opts.IfaceRegex, CanReach: r.opts.IfaceCanReach,
-		PublicIP: r.opts.PublicIP, PublicIPv6: r.opts.PublicIPv6,
-		InUse: last.Interface, Reader: r.host.Underlay, Peers: r.peerAddrs,
+		Ifaces: n.opts.Iface, IfaceRegexes: n.opts.IfaceRegex, CanReach: n.opts.IfaceCanReach,
+		PublicIP: n.opts.PublicIP, PublicIPv6: n.opts.PublicIPv6,
+		InUse: last.Interface, Reader: n.host.Underlay, Peers: n.peerAddrs,
 	}
-	if s, ok := r.store.(subnet.AddressSource); ok {
+	if s, ok := n.store.(subnet.AddressSource); ok {
 		o.NodeIPs = s.NodeIPs
 	}
 
@@ -214,26 +194,23 @@ func (r *runner) underlayOptions(cfg subnet.Config, last lastknown.State) underl
 
 // candidates returns the interfaces of the host. It returns none while the address families of the network
 // are unknown.
-func (r *runner) candidates(ctx context.Context) []underlay.Candidate {
-	last := r.past
-	if now, ok := r.state.Get(); ok {
-		last = now
-	}
+func (n *Network) candidates(ctx context.Context) []underlay.Candidate {
+	last := n.last()
 	if len(last.Config.Networks) == 0 {
 		return nil
 	}
-	all, _ := underlay.Inspect(ctx, r.underlayOptions(last.Config, last)) // the reasons say why none is chosen
+	all, _ := underlay.Inspect(ctx, n.underlayOptions(last.Config, last.PublicIPs)) // the reasons say why none is chosen
 	return all
 }
 
 // peerAddrs returns the public addresses of a few peers of the present session, or of the last known state.
-func (r *runner) peerAddrs() (all []netip.Addr) {
+func (n *Network) peerAddrs() (all []netip.Addr) {
 	var peers []*subnet.Lease
-	if s := r.serving.Load(); s != nil {
+	if s := n.serving.Load(); s != nil {
 		peers = s.syncer.Some()
 	} else {
-		for i := range r.past.Peers.Peers {
-			peers = append(peers, &r.past.Peers.Peers[i].Lease)
+		for i := range n.past.Peers.Peers {
+			peers = append(peers, &n.past.Peers.Peers[i].Lease)
 		}
 	}
 
@@ -263,9 +240,22 @@ func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease, fre
 	return n, oneline.Join(err, failed)
 }
 
+// restart calls start, which starts a session after another one has ended, until it succeeds or ctx ends. It logs errors
+// with the message what.
+func (n *Network) restart(ctx context.Context, what string, start func() (*session, error)) (s *session, err error) {
+	err = retry(ctx, what, func() (err error) {
+		if s, err = start(); err != nil {
+			n.ready.health.Beat()
+			n.ready.report(partDatapath, err)
+		}
+		return err
+	})
+	return s, err
+}
+
 // stopServing ends the present session, if there is one.
-func (r *runner) stopServing() {
-	if s := r.serving.Load(); s != nil {
+func (n *Network) stopServing() {
+	if s := n.serving.Load(); s != nil {
 		s.stop()
 	}
 }
@@ -273,17 +263,17 @@ func (r *runner) stopServing() {
 // former returns, during a start, the configuration of the session on the last known state, which may have
 // ended. It returns nil if there was no such session, if leaveLast has ended it, or if the options do not
 // let the network change its configuration while it runs.
-func (r *runner) former() *subnet.Config {
-	now := r.serving.Load()
-	if now == nil || !r.config.follow {
+func (n *Network) former() *subnet.Config {
+	now := n.serving.Load()
+	if now == nil || !n.config.follow {
 		return nil
 	}
 	return &now.begin.Load().Config
 }
 
 // differs reports whether former returns a configuration, and that is another one than cfg.
-func (r *runner) differs(cfg subnet.Config) bool {
-	former := r.former()
+func (n *Network) differs(cfg subnet.Config) bool {
+	former := n.former()
 	return former != nil && len(subnet.Changes(*former, cfg)) > 0
 }
 
@@ -301,17 +291,29 @@ type session struct {
 	ledger *subnet.Ledger
 	syncer *backend.Syncer
 
-	compared  chan struct{}                      // closed after the first complete pass
-	pause     time.Duration                      // before this host's lease is published
-	reclaim   <-chan struct{}                    // see backend.Reclaimer; nil never receives
-	publisher backend.Publisher                  // nil if the backend's network does not implement it
-	republish <-chan struct{}                    // see backend.Publisher; nil never receives
-	behind    bool                               // the backend has announced new data on republish, and it is not published yet
-	rules     wait.Signal                        // sent when the traffic rules may have to change: begin has changed, or the retirement has ended
-	prober    *paths.Prober                      // nil without --probe
-	left      atomic.Pointer[backend.Inspection] // last state of the session, when it has ended for the next session; otherwise nil
-	cancel    context.CancelFunc
-	done      chan struct{}
+	retirement *retirement
+	compared   chan struct{}                      // closed after the first complete pass
+	pause      time.Duration                      // before this host's lease is published; set before attend begins
+	reclaim    <-chan struct{}                    // see backend.Reclaimer; nil never receives
+	publisher  backend.Publisher                  // nil if the backend's network does not implement it
+	republish  <-chan struct{}                    // see backend.Publisher; nil never receives
+	behind     bool                               // the backend has announced new data on republish, and it is not published yet
+	rules      wait.Signal                        // sent when the traffic rules may have to change: begin has changed, or the retirement has ended
+	prober     *paths.Prober                      // nil without --probe
+	left       atomic.Pointer[backend.Inspection] // last state of the session, when it has ended for the next session; otherwise nil
+	cancel     context.CancelFunc
+	done       chan struct{}
+}
+
+// phase returns the phase at the begin of the session.
+func (s *session) phase() Phase {
+	switch {
+	case s.begin.Load().Recalled:
+		return PhaseLastKnown
+	case len(s.retirement.former) > 0:
+		return PhaseRetiring
+	}
+	return PhaseServing
 }
 
 // stop ends the session and waits for its end. It may be called twice.
@@ -352,6 +354,6 @@ const turnOfHost = 10 * time.Millisecond
 
 // turn returns the time to wait before a request that all hosts make after the same change. The time is
 // random, at most turnOfHost for each peer.
-func (p *parts) turn(s *session) time.Duration {
-	return p.random(time.Duration(len(s.syncer.Peers().Peers)) * turnOfHost)
+func (n *Network) turn(s *session) time.Duration {
+	return n.random(time.Duration(len(s.syncer.Peers().Peers)) * turnOfHost)
 }

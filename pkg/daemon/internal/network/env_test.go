@@ -28,7 +28,7 @@ func TestLocation(t *testing.T) {
 		"a label, after an option":           {lastknown.State{Location: "east"}, options.Options{LocationLabel: "site"}, nil, ""},
 		"a label that no longer is the flag": {lastknown.State{Location: "east", LocationLabel: "site"}, options.Options{}, nil, ""},
 	} {
-		p := &parts{past: tt.past, opts: tt.opts}
+		p := &Network{past: tt.past, opts: tt.opts}
 		p.labelled.Store(tt.read)
 		if got := p.location(); got != tt.want {
 			t.Errorf("%s: %q, want %q", name, got, tt.want)
