@@ -11,11 +11,12 @@
 //     notifier.go serves networks with several sources of changes.
 //   - pathmtu.go gives the route to a peer the MTU of the path to it.
 //   - cloud.go is the backend of all clouds, which differ in their cloud.Cloud.
+//   - description.go is what a backend tells about itself before it starts.
 //   - samelocation.go is the contract of networks with one backend inside of a location and
 //     another one between locations.
 //   - side.go is the contract of the two backends of a migration. It also contains the interfaces
 //     of networks that change their data in this host's lease.
-//   - leftover.go, listener.go and tunneler.go contain interfaces that only some backends implement.
+//   - leftover.go is the contract of what a backend creates outside of its Scope.
 //
 // The smallest backend that writes routes to peers is backend/hostgw.
 package backend
@@ -31,6 +32,7 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/flanneld/flanneld/pkg/base/endpoint"
+	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/subnet"
@@ -200,6 +202,8 @@ type Backend interface {
 	// Scope returns the part of the kernel's state that belongs to the backend. It is
 	// pure.
 	Scope() dataplane.Scope
+	// Describe returns what else is known of the backend before it starts. It is pure.
+	Describe() Description
 	// Claim returns the claim that this node publishes. prev is its last published claim, or zero
 	// if none is known. Data that peers have learned from prev, such as a VTEP MAC, should stay the
 	// same. Claim changes nothing, with two exceptions: it may run a configured command whose
@@ -286,6 +290,13 @@ type Outcome struct {
 	Repaired int
 	// Recheck is set if the results of Check or CheckNext may have changed for leases that have not.
 	Recheck bool
+}
+
+// Add adds the outcome of another network with the same peers to o, except for its refusals.
+func (o *Outcome) Add(other Outcome) {
+	o.Retry = o.Retry || other.Retry
+	o.Again = least.Of(o.Again, other.Again)
+	o.Repaired += other.Repaired
 }
 
 // Reconciler makes the kernel's state equal to a wanted state. Its methods have the

@@ -13,6 +13,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -51,8 +52,33 @@ func CheckCluster(name string) error {
 	return fmt.Errorf("Backend.Cluster is %q: want 1 to 63 characters a-z, 0-9 and - that do not begin or end with -", subnet.Shorten(name))
 }
 
-// LeaseType implements LeaseTyper.
-func (*CloudBackend) LeaseType() string { return "" }
+// KeyedCloud is the Backend object of a cloud whose calls are signed with a pair of keys.
+type KeyedCloud struct {
+	Cluster         string   // name of the cluster, such as "blue", in the descriptions of its routes; hosts of other clusters do not replace or remove these
+	AccessKeyID     string   // id of an access key. Every program that can read the store can read the key: if possible, give the instance a role instead
+	AccessKeySecret string   // secret of the access key
+	Overflow        Overflow // tunnel to hosts that the routes of the cloud do not reach
+}
+
+// ParseKeyedCloud decodes and validates a Backend object, and returns warnings about it.
+func ParseKeyedCloud(raw json.RawMessage) (c KeyedCloud, warnings []string, err error) {
+	if warnings, err = subnet.DecodeBackend(raw, &c); err != nil {
+		return c, nil, err
+	}
+	if err := CheckCluster(c.Cluster); err != nil {
+		return c, nil, err
+	}
+	more, err := access.Warnings(raw, c.Keys())
+	return c, append(warnings, more...), err
+}
+
+// Keys returns the keys in the configuration.
+func (c KeyedCloud) Keys() access.Keys {
+	return access.Keys{ID: c.AccessKeyID, Secret: c.AccessKeySecret}
+}
+
+// Describe implements Backend. Leases have no type.
+func (b *CloudBackend) Describe() Description { return Description{MTU: b.MTU()} }
 
 // Scope implements Backend.
 func (b *CloudBackend) Scope() dataplane.Scope { return b.Env.Scope() }
@@ -97,8 +123,7 @@ func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 	return r
 }
 
-// RouteKeeper is the part of a network that keeps routes in a cloud right (see StartKeeper). It
-// implements CloudRouter. It compares the routes on a goroutine of its own, because a call of the
+// RouteKeeper is the part of a network that keeps routes in a cloud right (see StartKeeper). It compares the routes on a goroutine of its own, because a call of the
 // cloud may take long.
 type RouteKeeper struct {
 	routes     *cloud.Keeper
@@ -120,14 +145,14 @@ func (r *RouteKeeper) SetPeers(peers Set) {
 // Last returns the result of the last comparison without waiting. See cloud.Keeper.Last.
 func (r *RouteKeeper) Last() (repaired int, compared bool, err error) { return r.routes.Last() }
 
-// CloudRoutes implements CloudRouter.
+// CloudRoutes returns the state of the routes to this host. It may be called at any time.
 func (r *RouteKeeper) CloudRoutes() cloud.Report {
 	report := r.routes.Report()
 	report.Calls = r.calls.Counts()
 	return report
 }
 
-// cloudNetwork implements Network and CloudRouter.
+// cloudNetwork implements Network.
 type cloudNetwork struct {
 	*CloudBackend
 	*Programmer
@@ -135,7 +160,7 @@ type cloudNetwork struct {
 	*RouteKeeper
 }
 
-// MTU implements Sized. It also implements Network for cloudNetwork, which embeds CloudBackend.
+// MTU implements Network for cloudNetwork, which embeds CloudBackend.
 func (b *CloudBackend) MTU() int { return b.Env.Underlay.MTU }
 
 // Check implements Network. Leases contain no backend data.
@@ -158,6 +183,12 @@ func (n *cloudNetwork) Sync(ctx context.Context, peers Set) (Outcome, error) {
 		err = fmt.Errorf("%w; or set Backend.Overflow, with which other hosts reach this one by a tunnel", err)
 	}
 	return o, oneline.Join(failed, err)
+}
+
+// Report implements Inspector.
+func (n *cloudNetwork) Report() NetworkReport {
+	routes := n.CloudRoutes()
+	return NetworkReport{Counts: n.Counts(), Cloud: &routes}
 }
 
 // cloudHosts includes the hosts whose lease is refused, marked, because the routes to them must stay.

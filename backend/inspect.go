@@ -14,46 +14,41 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Inspector is a Network that can report the kernel objects that it maintains. Its
-// methods are called from the goroutine that calls Sync.
+// Inspector is a Network that can report more than the result of its passes. Its methods are called
+// from the goroutine that calls Sync.
 type Inspector interface {
+	Report() NetworkReport
 	// Objects returns the objects that the kernel should have for the peer with the lease key. It
 	// returns nil if there are none.
 	Objects(key string) []ObjectReport
-	// Counts returns the numbers of wanted and existing objects, by kind.
-	Counts() map[string]dataplane.Count
+}
+
+// NetworkReport is the state of a network.
+type NetworkReport struct {
+	Counts  map[string]dataplane.Count // numbers of wanted and existing objects, by kind
+	Mode    string                     // data path in use, with the name that the configuration uses; empty if there is only one
+	Dropped map[string]uint64          // packets that flanneld or its own firewall rules have dropped, by reason; nil if they are not counted
+	Cloud   *cloud.Report              // routes of a cloud to this host; nil if packets follow none
+	// Overflow is nil unless the network reaches peers by a tunnel if the routers of a cloud do not
+	// carry the packets to them.
+	Overflow *status.Overflow
+	Location *status.Location // nil if the network has no locations
+	// NotStarted is why the next backend of a migration does not run; nil if it does, or if there is none.
+	NotStarted error
+}
+
+// Report returns the state of n, or the zero NetworkReport if n is not an Inspector.
+func Report(n Network) NetworkReport {
+	if i, ok := n.(Inspector); ok {
+		return i.Report()
+	}
+	return NetworkReport{}
 }
 
 // Objects returns the objects of n for a peer, or nil if n is not an Inspector.
 func Objects(n Network, key string) []ObjectReport {
 	if i, ok := n.(Inspector); ok {
 		return i.Objects(key)
-	}
-	return nil
-}
-
-// DataPath is a Network whose packets may be carried by the kernel or by this process. Its
-// methods may be called at any time.
-type DataPath interface {
-	// Mode returns the data path in use, with the name that the configuration uses.
-	Mode() string
-	// Dropped returns the number of packets that flanneld or its own firewall rules have dropped,
-	// by reason. It returns nil if the network does not count them.
-	Dropped() map[string]uint64
-}
-
-// Mode returns the data path of n, or "" if n is not a DataPath.
-func Mode(n Network) string {
-	if path, ok := n.(DataPath); ok {
-		return path.Mode()
-	}
-	return ""
-}
-
-// Dropped returns the numbers of packets that n has dropped, or nil if n is not a DataPath.
-func Dropped(n Network) map[string]uint64 {
-	if path, ok := n.(DataPath); ok {
-		return path.Dropped()
 	}
 	return nil
 }
@@ -70,27 +65,6 @@ type Chooser interface {
 type Choice struct {
 	Backend string // type; empty if no backend carries them
 	Waiting string // the reason why Backend is not the preferred one; empty if it is
-}
-
-// Migrator is a Network that changes to another backend. Its method is called from the goroutine that calls Sync.
-type Migrator interface {
-	// NotStarted returns why the next backend does not run on this host, or nil if it does.
-	NotStarted() error
-}
-
-// CloudRouter is a Network whose packets follow routes in the tables of a cloud. Its method may
-// be called at any time.
-type CloudRouter interface {
-	// CloudRoutes returns the state of the routes to this host.
-	CloudRoutes() cloud.Report
-}
-
-// Overflower is a Network that reaches peers by a tunnel if the routers of a cloud do not carry the
-// packets to them. Its method is called from the goroutine that calls Sync.
-type Overflower interface {
-	// Overflow returns how many peers are reached in which way, and a problem with the routes of
-	// the cloud to this host, if there is one.
-	Overflow() status.Overflow
 }
 
 // PathSizer is a Network whose paths to peers may be narrower than its device. Its method may be called
@@ -123,18 +97,11 @@ type PeerReport struct {
 
 // Inspection is a snapshot of a Syncer.
 type Inspection struct {
-	Peers    []PeerReport               // sorted by key
-	Counts   map[string]dataplane.Count // nil if the network is not an Inspector
-	LastSync time.Time                  // time of the last successful sync; zero if there was none
-	Err      error                      // error of the last sync
-	Mode     string                     // data path in use; empty if the network is not a DataPath
-	Dropped  map[string]uint64          // dropped packets by reason; nil if the network does not count them
-	Cloud    *cloud.Report              // nil if the network is not a CloudRouter
-	Overflow *status.Overflow           // nil if the network is not an Overflower
-	Location *status.Location           // nil if the network is not a Locator, or has no locations
-	Shared   []subnet.SharedPublicIP    // public addresses that several served leases have
-	// NotStarted is why the next backend of a Migrator does not run; nil if it does, or if there is none.
-	NotStarted error
+	NetworkReport
+	Peers    []PeerReport            // sorted by key
+	LastSync time.Time               // time of the last successful sync; zero if there was none
+	Err      error                   // error of the last sync
+	Shared   []subnet.SharedPublicIP // public addresses that several served leases have
 }
 
 // Inspect returns the state between two passes. objects selects whether the result includes the
@@ -148,29 +115,9 @@ func (s *Syncer) Inspect(ctx context.Context, objects bool) (in Inspection, err 
 func (s *Syncer) inspect(objects bool) Inspection {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	in := Inspection{LastSync: s.lastSync, Err: s.err, Shared: s.arbiter.Shared()}
+	in := Inspection{NetworkReport: Report(s.Network), LastSync: s.lastSync, Err: s.err, Shared: s.arbiter.Shared()}
 	chooser, _ := s.Network.(Chooser)
 	sizer, _ := s.Network.(PathSizer)
-	if inspector, ok := s.Network.(Inspector); ok {
-		in.Counts = inspector.Counts()
-	}
-	in.Mode = Mode(s.Network)
-	in.Dropped = Dropped(s.Network)
-	if router, ok := s.Network.(CloudRouter); ok {
-		report := router.CloudRoutes()
-		in.Cloud = &report
-	}
-	if overflower, ok := s.Network.(Overflower); ok {
-		report := overflower.Overflow()
-		in.Overflow = &report
-	}
-	if migrator, ok := s.Network.(Migrator); ok {
-		in.NotStarted = migrator.NotStarted()
-	}
-	if locator, ok := s.Network.(Locator); ok {
-		in.Location = locator.Location()
-	}
-
 	for l := range s.Ledger.Leases() {
 		p := PeerReport{Lease: *l, Refused: s.log.refused[l.Key], Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key)}
 		if objects {

@@ -19,17 +19,3 @@ type Leftover interface {
 	// error, and the next call continues.
 	Remove(ctx context.Context) error
 }
-
-// Cleaner is implemented by backends that may have leftovers.
-type Cleaner interface {
-	// Leftovers returns the leftovers that may exist. It is pure.
-	Leftovers() []Leftover
-}
-
-// Leftovers returns the leftovers of b, or nil if b is not a Cleaner.
-func Leftovers(b Backend) []Leftover {
-	if c, ok := b.(Cleaner); ok {
-		return c.Leftovers()
-	}
-	return nil
-}

@@ -34,12 +34,15 @@ func (n *Notifier) Notify() { n.changed.Send() }
 
 // Forward starts a goroutine that calls Notify whenever changed receives, until Close.
 // changed may be nil, which never receives.
-func (n *Notifier) Forward(changed <-chan struct{}) {
+func (n *Notifier) Forward(changed <-chan struct{}) { n.Relay(changed, n.Notify) }
+
+// Relay is like Forward, but calls f.
+func (n *Notifier) Relay(changed <-chan struct{}, f func()) {
 	n.Go(func(ctx context.Context) {
 		for {
 			select {
 			case <-changed:
-				n.Notify()
+				f()
 			case <-ctx.Done():
 				return
 			}

@@ -22,12 +22,12 @@ import (
 
 // mtuRegistry returns a registry of two backends: tunnel finds MTUs, and plain does not. Their
 // factories store the configuration that they get in got, and Env.ProbesMTU in probes. They return
-// a nil Backend.
+// any Backend.
 func mtuRegistry(t testing.TB, got *string, probes *bool) backend.Registry {
 	t.Helper()
 	factory := func(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
 		*got, *probes = string(raw), env.ProbesMTU
-		return nil, nil, nil
+		return &backend.CloudBackend{}, nil, nil
 	}
 	r, err := backend.NewRegistry(backend.Entry{Type: "tunnel", Factory: factory, ProbesMTU: true}, backend.Entry{Type: "plain", Factory: factory})
 	if err != nil {

@@ -39,7 +39,6 @@ type Programmer struct {
 	Reconciler
 
 	objects  map[string][]dataplane.Object // by lease key; nil if Desired must be called for all peers
-	keys     map[netip.Prefix]string       // lease keys by destination of a route; nil until the method key is called
 	lastCall time.Time                     // when Desired was last called for all peers
 	stale    bool                          // the results of Desired may be out of date
 }
@@ -73,8 +72,10 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 			return Outcome{}, err
 		}
 		have := p.objects[key]
-		p.forget(key)
-		p.remember(key, want)
+		delete(p.objects, key)
+		if len(want) > 0 {
+			p.objects[key] = want
+		}
 		removed = append(removed, without(have, want)...)
 		added = append(added, without(want, have)...)
 	}
@@ -98,6 +99,9 @@ func (p *Programmer) WithResized(peers Set) Set {
 	return peers
 }
 
+// Report implements Inspector.
+func (p *Programmer) Report() NetworkReport { return NetworkReport{Counts: p.Counts()} }
+
 // Objects implements Inspector.
 func (p *Programmer) Objects(key string) []ObjectReport {
 	var hs []ObjectReport
@@ -109,7 +113,6 @@ func (p *Programmer) Objects(key string) []ObjectReport {
 
 func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	p.objects = nil // until Desired has succeeded for every peer
-	p.keys = nil
 	p.lastCall = time.Now()
 	p.stale = false
 	if n, ok := p.Reconciler.(*narrowing); ok {
@@ -124,13 +127,12 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 		return Outcome{}, err
 	}
 	p.objects = make(map[string][]dataplane.Object, len(keys))
-	for i, key := range keys {
-		p.remember(key, objects[i])
-	}
-
 	want := dataplane.NewState()
-	for _, of := range p.objects {
-		want.Add(of...)
+	for i, key := range keys {
+		if len(objects[i]) > 0 {
+			p.objects[key] = objects[i]
+			want.Add(objects[i]...)
+		}
 	}
 	want.AddState(p.Base)
 	report, err := p.Reconcile(ctx, want, peers.Complete)
@@ -168,50 +170,24 @@ func (p *Programmer) PathMTU(subnet netip.Prefix) int {
 	return 0
 }
 
-func (p *Programmer) remember(key string, objects []dataplane.Object) {
-	if len(objects) == 0 {
-		return
-	}
-	p.objects[key] = objects
-	if p.keys != nil {
-		p.index(key, objects)
-	}
-}
-
-func (p *Programmer) index(key string, objects []dataplane.Object) {
-	for _, o := range objects {
-		if r, ok := o.(dataplane.Route); ok {
-			p.keys[r.Dst] = key
-		}
-	}
-}
-
-func (p *Programmer) key(dst netip.Prefix) string {
-	if p.keys == nil {
-		p.keys = make(map[netip.Prefix]string, len(p.objects))
-		for key, objects := range p.objects {
-			p.index(key, objects)
-		}
-	}
-	return p.keys[dst]
-}
-
-func (p *Programmer) forget(key string) {
-	for _, o := range p.objects[key] {
-		if r, ok := o.(dataplane.Route); ok && p.keys[r.Dst] == key {
-			delete(p.keys, r.Dst)
-		}
-	}
-	delete(p.objects, key)
-}
-
 func (p *Programmer) outcome(r dataplane.Report) (Outcome, error) {
 	o := Outcome{Repaired: r.Repaired, Retry: r.Unreachable}
+	keys := map[netip.Prefix]string{} // by destination of a route
+	if len(r.Refused) > 0 {
+		for key, objects := range p.objects {
+			for _, o := range objects {
+				if route, ok := o.(dataplane.Route); ok {
+					keys[route.Dst] = key
+				}
+			}
+		}
+	}
+
 	var errs []error
 	for _, refusal := range r.Refused {
 		route := refusal.Route
 		if len(p.Base.Routes[route.Dst]) == 0 {
-			o.Refused = append(o.Refused, subnet.Refusal{Key: p.key(route.Dst), Reason: refusal.Reason})
+			o.Refused = append(o.Refused, subnet.Refusal{Key: keys[route.Dst], Reason: refusal.Reason})
 			continue
 		}
 

@@ -27,12 +27,13 @@ type Migrate func(env Env, create func(Env) (Backend, []string, error)) (Backend
 // Combine returns the backend that uses the routers of a cloud, and a tunnel to hosts that they do not reach.
 type Combine func(cloud *CloudBackend, tunnel Backend) Backend
 
-// Registry contains the backends by type name, and the functions that combine two of them.
+// Registry contains the backends by type name, and the functions that combine two of them. Each function
+// may be nil. The key of the configuration that needs it is then not supported.
 type Registry struct {
 	entries map[string]Entry
-	migrate Migrate
-	combine Combine // nil if Overflow is not supported
-	locate  Locate  // nil if SameLocation is not supported
+	Migrate Migrate // for NextBackend
+	Combine Combine // for Overflow
+	Locate  Locate  // for SameLocation
 }
 
 // Entry is a backend of a registry.
@@ -42,11 +43,11 @@ type Entry struct {
 	// ProbesMTU is set if Backend.MTU may be "probe". The network must then have a device and a
 	// Programmer.
 	ProbesMTU bool
-	// Overflows is set if the backend may be the tunnel of a cloud. The backend must then implement
-	// Sized.
+	// Overflows is set if the backend may be the tunnel of a cloud. Its MTU must then be known before
+	// the start.
 	Overflows bool
-	// Inside is set if the backend may be the one inside of a location. The backend must then
-	// implement Sized.
+	// Inside is set if the backend may be the one inside of a location. Its MTU must then be known
+	// before the start.
 	Inside bool
 	// OneThread is set if one thread of Go code is sufficient once the start is over, because the
 	// process does not carry packets itself or does it best with one thread.
@@ -56,7 +57,7 @@ type Entry struct {
 // NewRegistry returns a Registry of entries. It returns an error for a type that is empty,
 // duplicate or not in lower case, and for a missing factory.
 func NewRegistry(entries ...Entry) (Registry, error) {
-	r := Registry{entries: map[string]Entry{}, migrate: noMigration}
+	r := Registry{entries: map[string]Entry{}}
 	for _, e := range entries {
 		switch {
 		case e.Type == "" || e.Type != strings.ToLower(e.Type):
@@ -71,29 +72,6 @@ func NewRegistry(entries ...Entry) (Registry, error) {
 	return r, nil
 }
 
-// WithMigration returns r with m, which creates the backend for configurations with a next backend.
-func (r Registry) WithMigration(m Migrate) Registry {
-	r.migrate = m
-	return r
-}
-
-// WithOverflow returns r with c, which creates the backend for clouds with the key Overflow.
-func (r Registry) WithOverflow(c Combine) Registry {
-	r.combine = c
-	return r
-}
-
-// WithLocations returns r with l, which creates the backend for configurations with the key
-// SameLocation.
-func (r Registry) WithLocations(l Locate) Registry {
-	r.locate = l
-	return r
-}
-
-func noMigration(Env, func(Env) (Backend, []string, error)) (Backend, []string, error) {
-	return nil, nil, errors.New("NextBackend is not supported")
-}
-
 // ErrUnknownType means that no backend has the configured type.
 var ErrUnknownType = errors.New("unknown backend type")
 
@@ -101,10 +79,13 @@ var ErrUnknownType = errors.New("unknown backend type")
 // configuration. The error wraps ErrUnknownType if no backend has the configured type. Other errors
 // say what is wrong with the configuration.
 func (r Registry) New(env Env) (Backend, []string, error) {
-	if env.Config.Migrates() {
-		return r.migrate(env, r.one)
+	if !env.Config.Migrates() {
+		return r.one(env)
 	}
-	return r.one(env)
+	if r.Migrate == nil {
+		return nil, nil, errors.New("NextBackend is not supported")
+	}
+	return r.Migrate(env, r.one)
 }
 
 // one ignores a next backend.
@@ -133,14 +114,14 @@ func (r Registry) one(env Env) (Backend, []string, error) {
 	if c, ok := b.(*CloudBackend); ok && c.Overflow.Type != "" {
 		return r.overflow(c, warnings)
 	}
-	if s, ok := b.(Surrounding); ok && s.SameLocation().Type != "" {
-		return r.located(env, func(env Env) (Backend, []string, error) { return entry.Factory(raw, env) }, s.SameLocation())
+	if same := b.Describe().SameLocation; same.Type != "" {
+		return r.located(env, func(env Env) (Backend, []string, error) { return entry.Factory(raw, env) }, same)
 	}
 	return b, warnings, nil
 }
 
 func (r Registry) overflow(c *CloudBackend, warnings []string) (Backend, []string, error) {
-	if tunnel := r.entries[c.Overflow.Type]; !tunnel.Overflows || r.combine == nil {
+	if tunnel := r.entries[c.Overflow.Type]; !tunnel.Overflows || r.Combine == nil {
 		return nil, nil, fmt.Errorf("Backend.Overflow is %q: want %s, or an object with this Type and its keys",
 			subnet.Shorten(c.Overflow.Type), r.list(func(e Entry) bool { return e.Overflows }))
 	}
@@ -157,12 +138,12 @@ func (r Registry) overflow(c *CloudBackend, warnings []string) (Backend, []strin
 	for _, w := range more {
 		warnings = append(warnings, "Overflow: "+w)
 	}
-	return r.combine(c, tunnel), warnings, nil
+	return r.Combine(c, tunnel), warnings, nil
 }
 
 func (r Registry) located(env Env, between func(Env) (Backend, []string, error), same SameLocation) (Backend, []string, error) {
 	entry := r.entries[same.Type]
-	if !entry.Inside || r.locate == nil {
+	if !entry.Inside || r.Locate == nil {
 		return nil, nil, fmt.Errorf("Backend.SameLocation is %q: want one of %s, or an object with this Type and its keys",
 			subnet.Shorten(same.Type), r.list(func(e Entry) bool { return e.Inside }))
 	}
@@ -182,7 +163,7 @@ func (r Registry) located(env Env, between func(Env) (Backend, []string, error),
 		env.Config.Backend = same.Raw
 		return r.one(env)
 	}
-	return r.locate(env, same, between, inside)
+	return r.Locate(env, same, between, inside)
 }
 
 // Types returns the types of all backends in alphabetical order.

@@ -5,11 +5,8 @@ package backend
 import (
 	"encoding/json"
 	"errors"
-	"fmt"
 	"slices"
 	"strings"
-
-	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // SameLocation is the key SameLocation of a Backend object: the backend between hosts of one location.
@@ -47,47 +44,7 @@ func decodeInner(raw []byte, wrong error) (kind string, object json.RawMessage, 
 	return strings.ToLower(kind), object, nil
 }
 
-// Surrounding is a Backend that may leave the packets between hosts of one location to another backend.
-type Surrounding interface {
-	// SameLocation returns the key SameLocation of the configuration. Its Type is empty if the key
-	// is missing. It is pure.
-	SameLocation() SameLocation
-}
-
 // Locate creates the backend of a network with locations. between(env) creates the backend for
 // packets between locations, and inside(env) the one for packets inside of a location. same is the
 // configuration of the latter.
 type Locate func(env Env, same SameLocation, between, inside func(Env) (Backend, []string, error)) (Backend, []string, error)
-
-// Placer is a Backend whose hosts may have locations.
-type Placer interface {
-	// Inside returns the types of the backends between hosts of one location. The result is empty if
-	// the configuration has no locations. Inside is pure.
-	Inside() []string
-}
-
-// Inside returns the types of the backends that b has between hosts of one location. It returns nil
-// if b is not a Placer.
-func Inside(b Backend) []string {
-	if p, ok := b.(Placer); ok {
-		return p.Inside()
-	}
-	return nil
-}
-
-// CheckLocations returns an error if hosts with backend b cannot have locations. configured is the
-// type of b in the configuration.
-func CheckLocations(b Backend, configured string) error {
-	if len(Inside(b)) > 0 {
-		return nil
-	}
-	return fmt.Errorf("the backend %s has no locations: expected wireguard with SameLocation as Backend", configured)
-}
-
-// Locator is a Network that uses another backend for peers at the location of this host. Its method is
-// called from the goroutine that calls Sync.
-type Locator interface {
-	// Location returns how many peers are served by which backend. It returns nil if the network has no
-	// locations.
-	Location() *status.Location
-}

@@ -4,13 +4,6 @@ package backend
 
 import "github.com/flanneld/flanneld/subnet"
 
-// LeaseTyper is implemented by backends whose leases have another type than the
-// configuration.
-type LeaseTyper interface {
-	// LeaseType returns the type in leases. It is pure.
-	LeaseType() string
-}
-
 // Matcher is implemented by backends that can be both the present and the next backend of a
 // migration, such as vxlan with two VNIs.
 type Matcher interface {
@@ -33,13 +26,9 @@ type Side struct {
 }
 
 // NewSide returns the side of b: its types, and its method Matches if b is a Matcher. The caller
-// sets Strict. configured is the type of b in the configuration. It is also the type in leases,
-// unless b is a LeaseTyper.
+// sets Strict. configured is the type of b in the configuration.
 func NewSide(b Backend, configured string) Side {
-	s := Side{Type: configured, LeaseType: configured}
-	if t, ok := b.(LeaseTyper); ok {
-		s.LeaseType = t.LeaseType()
-	}
+	s := Side{Type: configured, LeaseType: b.Describe().LeaseType}
 	if m, ok := b.(Matcher); ok {
 		s.Matches = m.Matches
 	}
@@ -62,22 +51,6 @@ func (s Side) Of(l *subnet.Lease) (_ *subnet.Lease, ok bool) {
 }
 
 func (s Side) matches(l subnet.Lease) bool { return s.Matches == nil || s.Matches(l) }
-
-// Sized is a Backend whose networks have an MTU that is known before they start.
-type Sized interface {
-	// MTU returns the result of Network.MTU for these networks. It is pure.
-	MTU() int
-}
-
-// SmallestMTU returns the smallest of mtu, in bytes, and the MTUs of the backends that are Sized.
-func SmallestMTU(mtu int, backends ...Backend) int {
-	for _, b := range backends {
-		if s, ok := b.(Sized); ok {
-			mtu = min(mtu, s.MTU())
-		}
-	}
-	return mtu
-}
 
 // Reclaimer is a Network that can find out that Claim of its backend may now return more data than
 // this host's lease has, or that no peer keeps this host from the next subnet.Stage.

@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/pkg/base/loop"
 	"github.com/flanneld/flanneld/pkg/base/parallel"
@@ -203,8 +204,8 @@ func (s *Syncer) again(o Outcome) error {
 	// is for passes that fail.
 	if !o.Retry {
 		s.retry.Reset()
-	} else if pause := s.retry.Next(); after == 0 || pause < after {
-		after = pause
+	} else {
+		after = least.Of(after, s.retry.Next())
 	}
 	if after == 0 {
 		return nil

@@ -31,6 +31,9 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 
+// Describe implements backend.Backend. Leases have no type.
+func (*Backend) Describe() backend.Description { return backend.Description{} }
+
 // Claim implements backend.Backend.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	return b.env.Claim("", prev), nil

@@ -45,8 +45,11 @@ func New(o options.Options) (backend.Catalog, error) {
 		backend.Entry{Type: vxlan.Type, Factory: vxlan.New, ProbesMTU: true, Overflows: true, Inside: true, OneThread: true},
 		backend.Entry{Type: wireguard.Type, Factory: encrypted.New, ProbesMTU: true},
 	)
+	registry.Migrate = migration.New
+	registry.Combine = overflow.New
+	registry.Locate = location.New
 	return backend.Catalog{
-		Registry:    registry.WithMigration(migration.New).WithOverflow(overflow.New).WithLocations(location.New),
+		Registry:    registry,
 		Shutdown:    commands.Shutdown,
 		Leftovers:   commands.Leftovers(),
 		CloseUnused: func() error { return oneline.Join(packets.CloseUnused(), encrypted.CloseUnused()) },

@@ -10,8 +10,10 @@ import (
 	"github.com/flanneld/flanneld/backend"
 )
 
-// Leftovers implements backend.Cleaner.
-func (b *Backend) Leftovers() []backend.Leftover { return b.host.Leftovers() }
+// Describe implements backend.Backend.
+func (b *Backend) Describe() backend.Description {
+	return backend.Description{LeaseType: Type, Leftovers: b.host.Leftovers()}
+}
 
 // Leftovers returns what commands have done on this host, as one leftover.
 func (h *Host) Leftovers() []backend.Leftover { return []backend.Leftover{effects{h}} }

@@ -15,6 +15,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -363,13 +364,11 @@ func (n *network) nextRetry() (after time.Duration) {
 		if n.running[s] { // the end of its command wakes the loop
 			continue
 		}
-		wait := t.next.Sub(now)
-		if wait <= 0 { // it may be waiting for the first answer of the store
-			wait = minPause
+		left := t.next.Sub(now)
+		if left <= 0 { // it may be waiting for the first answer of the store
+			left = minPause
 		}
-		if after == 0 || wait < after {
-			after = wait
-		}
+		after = least.Of(after, left)
 	}
 	return after
 }

@@ -44,6 +44,11 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 
+// Describe implements backend.Backend.
+func (b *Backend) Describe() backend.Description {
+	return backend.Description{LeaseType: Type, MTU: b.MTU()}
+}
+
 // Claim implements backend.Backend.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	return b.env.Claim(Type, prev), nil
@@ -64,8 +69,7 @@ type network struct {
 	*backend.Programmer
 }
 
-// MTU implements backend.Sized. It also implements backend.Network for network, which embeds
-// Backend.
+// MTU implements backend.Network for network, which embeds Backend.
 func (b *Backend) MTU() int { return b.env.Underlay.MTU }
 
 // Check implements backend.Network. Leases contain no backend data.

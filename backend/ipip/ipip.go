@@ -76,9 +76,13 @@ func (b *Backend) Scope() dataplane.Scope {
 	return b.env.Scope(devices...)
 }
 
-// Tunnel implements backend.Tunneler.
-func (b *Backend) Tunnel(f prefix.Family) firewall.Payload {
-	return firewall.Payload{Protocol: kinds[f].protocol}
+// Describe implements backend.Backend.
+func (b *Backend) Describe() backend.Description {
+	d := backend.Description{LeaseType: Type, MTU: b.MTU(), Tunnels: map[prefix.Family][]firewall.Payload{}}
+	for f, k := range kinds {
+		d.Tunnels[f] = []firewall.Payload{{Protocol: k.protocol}}
+	}
+	return d
 }
 
 // probeDevice is the name of the device that Usable creates and deletes again.
@@ -159,8 +163,7 @@ type network struct {
 	*backend.Programmer
 }
 
-// MTU implements backend.Sized. It also implements backend.Network for network, which embeds
-// Backend.
+// MTU implements backend.Network for network, which embeds Backend.
 func (b *Backend) MTU() int {
 	mtu := b.env.Underlay.MTU
 	for _, net := range b.env.Config.Networks {

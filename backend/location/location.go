@@ -22,10 +22,8 @@ import (
 	"slices"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/base/endpoint"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
-	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -60,8 +58,9 @@ func New(env backend.Env, same backend.SameLocation, between, inside func(backen
 		warnings = append(warnings, "SameLocation: "+w)
 	}
 
-	for _, port := range backend.Ports(b.inside) {
-		if slices.Contains(backend.Ports(b.between), port) {
+	used := b.between.Describe().AllPorts()
+	for _, port := range b.inside.Describe().AllPorts() {
+		if slices.Contains(used, port) {
 			return nil, nil, fmt.Errorf("SameLocation has UDP port %d, which %s also has: want another one", port, env.Config.BackendType)
 		}
 	}
@@ -80,9 +79,6 @@ func withoutNAT(i underlay.Interface) underlay.Interface {
 	return i
 }
 
-// LeaseType implements backend.LeaseTyper.
-func (b *Backend) LeaseType() string { return b.sides.between.LeaseType }
-
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope {
 	s := b.env.Scope(slices.Concat(b.between.Scope().Devices, b.inside.Scope().Devices)...)
@@ -90,32 +86,11 @@ func (b *Backend) Scope() dataplane.Scope {
 	return s
 }
 
-// Ports implements backend.Listener.
-func (b *Backend) Ports() []int {
-	return slices.Concat(backend.Ports(b.between), backend.Ports(b.inside))
-}
-
-// PortsByType implements backend.SeveralListener.
-func (b *Backend) PortsByType() map[string][]int {
-	return map[string][]int{b.sides.between.Type: backend.Ports(b.between), b.sides.inside.Type: backend.Ports(b.inside)}
-}
-
-// Inside implements backend.Placer.
-func (b *Backend) Inside() []string { return []string{b.sides.inside.Type} }
-
-// Files implements backend.FileOwner.
-func (b *Backend) Files() []string {
-	return slices.Concat(backend.Files(b.between), backend.Files(b.inside))
-}
-
-// Leftovers implements backend.Cleaner.
-func (b *Backend) Leftovers() []backend.Leftover {
-	return slices.Concat(backend.Leftovers(b.between), backend.Leftovers(b.inside))
-}
-
-// Tunnels implements backend.SeveralTunneler.
-func (b *Backend) Tunnels(f prefix.Family) []firewall.Payload {
-	return slices.Concat(backend.Tunnels(b.between, f), backend.Tunnels(b.inside, f))
+// Describe implements backend.Backend.
+func (b *Backend) Describe() backend.Description {
+	d := b.between.Describe().Join(b.inside.Describe())
+	d.Inside = []string{b.sides.inside.Type}
+	return d
 }
 
 // Usable implements backend.Checker.
@@ -126,15 +101,9 @@ func (b *Backend) Usable(ctx context.Context) error {
 	return backend.Usable(ctx, b.inside)
 }
 
-// CheckPublicEndpoint implements backend.EndpointNamer.
-func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
-	return backend.CheckPublicEndpoint(b.between, b.sides.between.Type, e)
-}
-
-// MTU implements backend.Sized. It also implements backend.Network for network, which embeds
-// Backend. The result is the smaller MTU of the two backends, because any peer may change its
-// location.
-func (b *Backend) MTU() int { return backend.SmallestMTU(b.env.Underlay.MTU, b.between, b.inside) }
+// MTU implements backend.Network for network, which embeds Backend. The result is the smaller MTU of the
+// two backends, because any peer may change its location.
+func (b *Backend) MTU() int { return b.Describe().MTU }
 
 // Claim implements backend.Backend. A host without a location publishes no data for the backend
 // inside.

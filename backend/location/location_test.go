@@ -33,7 +33,8 @@ func create(t *testing.T, kind, raw string) (backend.Backend, []string, error) {
 	}
 	env := backendtest.Env(1500, prefix.IPv4)
 	env.Config.BackendType, env.Config.Backend = kind, json.RawMessage(raw)
-	return r.WithLocations(New).New(env)
+	r.Locate = New
+	return r.New(env)
 }
 
 func TestConfigurations(t *testing.T) {
@@ -45,11 +46,11 @@ func TestConfigurations(t *testing.T) {
 	}{
 		`{}`:                         {[]string{"flannel-wg"}, []int{51820}, 1440, "", ""},
 		`{"SameLocation":null}`:      {[]string{"flannel-wg"}, []int{51820}, 1440, "", ""},
-		`{"SameLocation":"VXLAN"}`:   {[]string{"flannel-wg", "flannel.1"}, []int{51820, 8472}, 1440, "", ""},
+		`{"SameLocation":"VXLAN"}`:   {[]string{"flannel-wg", "flannel.1"}, []int{8472, 51820}, 1440, "", ""},
 		`{"SameLocation":"host-gw"}`: {[]string{"flannel-wg"}, []int{51820}, 1440, "", ""},
 		`{"MTU":"probe"}`:            {[]string{"flannel-wg"}, []int{51820}, 1440, "", ""},
-		`{"samelocation":{"Type":"vxlan","VNI":7,"Port":4789,"MTU":1400}}`: {[]string{"flannel-wg", "flannel.7"}, []int{51820, 4789}, 1350, "", ""},
-		`{"SameLocation":{"Type":"vxlan","VIN":7}}`:                        {[]string{"flannel-wg", "flannel.1"}, []int{51820, 8472}, 1440, `SameLocation: unknown key "VIN" is ignored, the nearest known key is "VNI"`, ""},
+		`{"samelocation":{"Type":"vxlan","VNI":7,"Port":4789,"MTU":1400}}`: {[]string{"flannel-wg", "flannel.7"}, []int{4789, 51820}, 1350, "", ""},
+		`{"SameLocation":{"Type":"vxlan","VIN":7}}`:                        {[]string{"flannel-wg", "flannel.1"}, []int{8472, 51820}, 1440, `SameLocation: unknown key "VIN" is ignored, the nearest known key is "VNI"`, ""},
 		`{"SameLocation":{"Type":"vxlan","VNI":-1}}`:                       {nil, nil, 0, "", "SameLocation: Backend.VNI is -1: want 0 to"},
 		`{"SameLocation":{"Type":"vxlan","Port":51820}}`:                   {nil, nil, 0, "", "SameLocation has UDP port 51820, which wireguard also has: want another one"},
 		`{"SameLocation":"ipip"}`:                                          {nil, nil, 0, "", `Backend.SameLocation is "ipip": want one of host-gw, vxlan, or an object with this Type and its keys`},
@@ -72,8 +73,8 @@ func TestConfigurations(t *testing.T) {
 			t.Errorf("%s: %v", raw, err)
 			continue
 		}
-		if !slices.Equal(b.Scope().Devices, want.devices) || !slices.Equal(backend.Ports(b), want.ports) || b.(backend.Sized).MTU() != want.mtu {
-			t.Errorf("%s: devices %v, ports %v, MTU %d, want %+v", raw, b.Scope().Devices, backend.Ports(b), b.(backend.Sized).MTU(), want)
+		if !slices.Equal(b.Scope().Devices, want.devices) || !slices.Equal(b.Describe().AllPorts(), want.ports) || b.Describe().MTU != want.mtu {
+			t.Errorf("%s: devices %v, ports %v, MTU %d, want %+v", raw, b.Scope().Devices, b.Describe().AllPorts(), b.Describe().MTU, want)
 		}
 		if strings.Join(warnings, " ") != want.warning {
 			t.Errorf("%s: warnings %q, want %q", raw, warnings, want.warning)
@@ -103,10 +104,10 @@ func TestForwards(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := backend.Tunnels(b, prefix.IPv4); !slices.Equal(got, []firewall.Payload{{Protocol: firewall.UDP, Port: 8472}}) {
+	if got := b.Describe().Tunnels[prefix.IPv4]; !slices.Equal(got, []firewall.Payload{{Protocol: firewall.UDP, Port: 8472}}) {
 		t.Errorf("pods must not send %v, want the packets of vxlan", got)
 	}
-	if got := backend.PortsByType(b, wireguard.Type); len(got) != 2 || !slices.Equal(got[vxlan.Type], []int{8472}) || !slices.Equal(got[wireguard.Type], []int{51820}) {
+	if got := b.Describe().Ports; len(got) != 2 || !slices.Equal(got[vxlan.Type], []int{8472}) || !slices.Equal(got[wireguard.Type], []int{51820}) {
 		t.Errorf("ports %v", got)
 	}
 	if err := backend.CheckPublicEndpoint(b, wireguard.Type, endpoint.Named{Host: "a.example.org"}); err != nil {

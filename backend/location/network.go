@@ -137,11 +137,7 @@ func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string
 	set.Leases = n.near
 	set.Changed = keys
 	more, err := n.running.inside.Sync(ctx, set)
-	out.Repaired += more.Repaired
-	out.Retry = out.Retry || more.Retry
-	if more.Again > 0 && (out.Again == 0 || more.Again < out.Again) {
-		out.Again = more.Again
-	}
+	out.Add(more)
 
 	// A peer without a route inside is not refused, because the backend between locations serves it.
 	before := n.failed
@@ -229,16 +225,20 @@ func (n *network) Choice(key string) backend.Choice {
 	return backend.Choice{Backend: n.sides.between.Type, Waiting: cmp.Or(why, n.failed[key])}
 }
 
-// Location implements backend.Locator.
-func (n *network) Location() *status.Location {
-	r := &status.Location{Name: n.env.Location, Inside: n.sides.inside.Type, Between: n.sides.between.Type}
+// Report implements backend.Inspector. Mode and drops are those of the backend between locations.
+func (n *network) Report() backend.NetworkReport {
+	ways := &status.Location{Name: n.env.Location, Inside: n.sides.inside.Type, Between: n.sides.between.Type}
 	for key := range n.peers {
 		if n.isInside(key) {
-			r.ByInside++
+			ways.ByInside++
 		} else {
-			r.ByBetween++
+			ways.ByBetween++
 		}
 	}
+
+	r := backend.Report(n.running.between)
+	r.Counts = n.joint.Counts()
+	r.Location = ways
 	return r
 }
 
@@ -250,15 +250,6 @@ func (n *network) Objects(key string) []backend.ObjectReport {
 	}
 	return all
 }
-
-// Counts implements backend.Inspector.
-func (n *network) Counts() map[string]dataplane.Count { return n.joint.Counts() }
-
-// Mode implements backend.DataPath. It returns the mode of the backend between locations.
-func (n *network) Mode() string { return backend.Mode(n.running.between) }
-
-// Dropped implements backend.DataPath. It returns the drops of the backend between locations.
-func (n *network) Dropped() map[string]uint64 { return backend.Dropped(n.running.between) }
 
 // Close implements backend.Network.
 func (n *network) Close() error {

@@ -32,6 +32,10 @@ const device = "flannel-wg"
 
 func (e *encrypted) Scope() dataplane.Scope { return e.env.Scope(device) }
 
+func (e *encrypted) Describe() backend.Description {
+	return backend.Description{LeaseType: "wireguard", MTU: e.MTU()}
+}
+
 func (e *encrypted) MTU() int { return 1440 }
 
 func (e *encrypted) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
@@ -239,7 +243,7 @@ func TestChoice(t *testing.T) {
 					t.Errorf("%s: %+v, want %+v", key, got, want)
 				}
 			}
-			if r := b.net.Location(); *r != (status.Location{Name: "east", Inside: kind, Between: "wireguard", ByInside: 1, ByBetween: 6}) {
+			if r := b.net.Report().Location; *r != (status.Location{Name: "east", Inside: kind, Between: "wireguard", ByInside: 1, ByBetween: 6}) {
 				t.Errorf("report %+v", *r)
 			}
 			if mtu := b.net.MTU(); mtu != 1440 {
@@ -384,7 +388,7 @@ func TestUnreachableInside(t *testing.T) {
 	if c := b.net.Choice("host3"); c.Backend != "wireguard" || c.Waiting == "" {
 		t.Errorf("%+v, want a reason", c)
 	}
-	if r := b.net.Location(); r.ByInside != 1 || r.ByBetween != 1 {
+	if r := b.net.Report().Location; r.ByInside != 1 || r.ByBetween != 1 {
 		t.Errorf("report %+v", *r)
 	}
 	for _, o := range b.net.Objects("host3") {

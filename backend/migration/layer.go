@@ -36,9 +36,8 @@ type layer struct {
 	views      [sides]*view
 	carried    map[netip.Prefix]struct{} // subnets of peers to which the next backend carries the packets
 
-	deferred bool // changes wait for apply
-	all      bool // the next apply must compare the whole wanted state, and not only delta
-	delta    delta
+	deferred bool               // changes wait for apply
+	changed  bool               // the wanted state has changed since the last apply
 	gone     []dataplane.Object // no longer wanted, and not swept yet
 }
 
@@ -52,7 +51,7 @@ type view struct {
 }
 
 func newLayer(r *dataplane.Reconciler, networks []netip.Prefix) *layer {
-	l := &layer{reconciler: r, networks: networks, carried: map[netip.Prefix]struct{}{}, delta: newDelta()}
+	l := &layer{reconciler: r, networks: networks, carried: map[netip.Prefix]struct{}{}}
 	for i := range l.views {
 		l.views[i] = &view{layer: l, side: i, want: dataplane.NewState(), subnets: map[netip.Prefix]struct{}{}}
 	}
@@ -63,7 +62,7 @@ func newLayer(r *dataplane.Reconciler, networks []netip.Prefix) *layer {
 func (l *layer) view(side int) *view {
 	v := l.views[side]
 	v.want = dataplane.NewState()
-	l.all = true
+	l.changed = true
 	return v
 }
 
@@ -72,21 +71,16 @@ func (l *layer) view(side int) *view {
 func (v *view) Reconcile(ctx context.Context, want dataplane.State, sweep bool) (dataplane.Report, error) {
 	v.gone = append(v.gone, lacking(v.want, want)...)
 	v.want = want
-	v.all = true
+	v.changed = true
 	return v.pass(ctx)
 }
 
 // Update implements backend.Reconciler. See Reconcile.
 func (v *view) Update(ctx context.Context, removed, added []dataplane.Object, _ bool) (dataplane.Report, error) {
 	v.gone = append(v.gone, removed...)
-	subnets := destinations(removed, added)
-	extraBefore := v.extraAll(subnets)
 	v.want.Remove(removed...)
 	v.want.Add(added...)
-	if !v.all {
-		v.delta.remove(append(v.effectiveAll(removed), extraBefore...))
-		v.delta.add(append(v.effectiveAll(added), v.extraAll(subnets)...))
-	}
+	v.changed = v.changed || len(removed)+len(added) > 0
 	return v.pass(ctx)
 }
 
@@ -116,16 +110,13 @@ func (l *layer) apply(ctx context.Context, sweep bool) (report dataplane.Report,
 	if sweep {
 		l.gone = nil
 	}
-	if l.all {
+	if l.changed { // not only the differences: a migration ends, so its passes need not be cheap
 		report, err = l.reconciler.Reconcile(ctx, l.merged(), sweep)
 	} else {
-		removed := slices.Collect(maps.Keys(l.delta.gone))
-		added := slices.Collect(maps.Keys(l.delta.new))
-		report, err = l.reconciler.Update(ctx, removed, added, sweep)
+		report, err = l.reconciler.Update(ctx, nil, nil, sweep)
 	}
 
-	l.all = false
-	l.delta = newDelta()
+	l.changed = false
 	for _, v := range l.views {
 		v.rerouted = v.rerouted || report.Rerouted
 	}
@@ -145,24 +136,12 @@ func (l *layer) merged() dataplane.State {
 			}
 		}
 		for dst := range v.subnets {
-			s.Add(v.extra(dst)...)
+			if r, ok := v.extra(dst); ok {
+				s.Add(r)
+			}
 		}
 	}
 	return s
-}
-
-// effectiveAll returns the objects that the kernel should have for those that the backend wants.
-func (v *view) effectiveAll(objects []dataplane.Object) []dataplane.Object {
-	out := make([]dataplane.Object, 0, len(objects))
-	for _, o := range objects {
-		r, ok := o.(dataplane.Route)
-		if !ok {
-			out = append(out, o)
-		} else if r, ok := v.effective(r); ok {
-			out = append(out, r)
-		}
-	}
-	return out
 }
 
 // effective returns the route that the kernel should have for one that the backend wants. ok is false
@@ -211,94 +190,54 @@ func (v *view) route(dst netip.Prefix) (_ dataplane.Route, ok bool) {
 
 // extra returns the route to dst that the layer adds for a backend with one route to the whole
 // network, if it does.
-func (v *view) extra(dst netip.Prefix) []dataplane.Object {
+func (v *view) extra(dst netip.Prefix) (_ dataplane.Route, ok bool) {
 	if len(v.want.Routes[dst]) > 0 {
-		return nil
+		return dataplane.Route{}, false
 	}
 	r, ok := v.route(dst)
-	if !ok {
-		return nil
-	}
-	if !v.carries(dst) {
+	if ok && !v.carries(dst) {
 		r = r.Standby()
 	}
-	return []dataplane.Object{r}
-}
-
-// extraAll returns the extra routes to subnets. Update needs them before and after a change of the
-// wanted state, because the change may add or remove them.
-func (v *view) extraAll(subnets map[netip.Prefix]struct{}) (all []dataplane.Object) {
-	for dst := range subnets {
-		all = append(all, v.extra(dst)...)
-	}
-	return all
-}
-
-func destinations(lists ...[]dataplane.Object) map[netip.Prefix]struct{} {
-	dsts := map[netip.Prefix]struct{}{}
-	for _, o := range slices.Concat(lists...) {
-		if r, ok := o.(dataplane.Route); ok {
-			dsts[r.Dst] = struct{}{}
-		}
-	}
-	return dsts
+	return r, ok
 }
 
 // serve makes the backend serve the subnet of a peer, or stop that.
-func (v *view) serve(dst netip.Prefix, serves bool) {
-	if _, before := v.subnets[dst]; serves == before {
-		return
-	}
-	if serves {
-		v.subnets[dst] = struct{}{}
-		v.delta.add(v.extra(dst))
-	} else {
-		v.delta.remove(v.extra(dst))
-		delete(v.subnets, dst)
-	}
-}
+func (v *view) serve(dst netip.Prefix, serves bool) { v.put(v.subnets, dst, serves) }
 
 // choose makes one backend carry the packets to the subnet of a peer.
-func (l *layer) choose(dst netip.Prefix, side int) {
-	_, before := l.carried[dst]
-	if before == (side == next) {
+func (l *layer) choose(dst netip.Prefix, side int) { l.put(l.carried, dst, side == next) }
+
+// put makes a set contain dst, or not.
+func (l *layer) put(set map[netip.Prefix]struct{}, dst netip.Prefix, contains bool) {
+	if _, before := set[dst]; contains == before {
 		return
 	}
-
-	// The routes of a view depend on what is carried.
-	for _, v := range l.views {
-		l.delta.remove(v.routes(dst))
-	}
-	if side == next {
-		l.carried[dst] = struct{}{}
+	l.changed = true
+	if contains {
+		set[dst] = struct{}{}
 	} else {
-		delete(l.carried, dst)
-	}
-
-	for _, v := range l.views {
-		l.delta.add(v.routes(dst))
+		delete(set, dst)
 	}
 }
 
-// routes are those that the kernel should have for the backend.
-func (v *view) routes(dst netip.Prefix) []dataplane.Object {
-	all := v.extra(dst)
-	for _, r := range v.want.Routes[dst] {
-		if r, ok := v.effective(r); ok {
-			all = append(all, r)
-		}
-	}
-	return all
-}
-
+// wants reports whether the kernel should have r for the backend.
 func (v *view) wants(r dataplane.Route) bool {
-	return slices.ContainsFunc(v.routes(r.Dst), func(o dataplane.Object) bool { return o == dataplane.Object(r) })
+	if extra, ok := v.extra(r.Dst); ok {
+		return extra == r
+	}
+	return slices.ContainsFunc(v.want.Routes[r.Dst], func(one dataplane.Route) bool {
+		one, ok := v.effective(one)
+		return ok && one == r
+	})
 }
 
 // Has implements backend.Reconciler.
 func (v *view) Has(o dataplane.Object) bool {
-	effective := v.effectiveAll([]dataplane.Object{o})
-	return len(effective) == 1 && v.reconciler.Has(effective[0])
+	if r, isRoute := o.(dataplane.Route); isRoute {
+		r, ok := v.effective(r)
+		return ok && v.reconciler.Has(r)
+	}
+	return v.reconciler.Has(o)
 }
 
 // Counts implements backend.Reconciler. The numbers are those of both backends.
@@ -332,28 +271,6 @@ func lacking(have, want dataplane.State) (objects []dataplane.Object) {
 		}
 	}
 	return objects
-}
-
-// delta is the difference between two wanted states.
-type delta struct{ gone, new map[dataplane.Object]struct{} }
-
-func newDelta() delta {
-	return delta{gone: map[dataplane.Object]struct{}{}, new: map[dataplane.Object]struct{}{}}
-}
-
-func (d delta) remove(objects []dataplane.Object) { move(objects, d.new, d.gone) }
-
-func (d delta) add(objects []dataplane.Object) { move(objects, d.gone, d.new) }
-
-// move takes objects out of from, and puts those into to that were not there.
-func move(objects []dataplane.Object, from, to map[dataplane.Object]struct{}) {
-	for _, o := range objects {
-		if _, undone := from[o]; undone {
-			delete(from, o)
-		} else {
-			to[o] = struct{}{}
-		}
-	}
 }
 
 func bestRoutes(s dataplane.State) map[netip.Prefix]dataplane.Route {

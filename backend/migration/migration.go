@@ -5,8 +5,6 @@
 //
 //   - migration.go is the Backend, which consists of the present one and the next one.
 //   - network.go is the Network, which Start creates. It decides about each peer.
-//   - peer.go is the state of a peer, and the queue of the peers to which packets still go by the
-//     present backend: they do not follow to the next one.
 //   - layer.go merges the wanted kernel states of both backends.
 //   - probe.go finds out which peers the next backend reaches.
 package migration
@@ -20,10 +18,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/base/endpoint"
-	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
-	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -87,7 +82,7 @@ func (b *Backend) check() error {
 			return fmt.Errorf("a network cannot migrate from or to the backend %s, whose routes are in the VPC and not on the hosts: remove NextBackend", p.side.Type)
 		}
 	}
-	if slices.Contains(b.Inside(), "host-gw") { // a peer at the location that host-gw does not reach would be cut off during the migration
+	if slices.Contains(b.Describe().Inside, "host-gw") { // a peer at the location that host-gw does not reach would be cut off during the migration
 		return errors.New("SameLocation host-gw and NextBackend do not work together: remove NextBackend, or set SameLocation to vxlan")
 	}
 
@@ -101,8 +96,8 @@ func (b *Backend) check() error {
 		return fmt.Errorf("Backend and NextBackend are both %s: remove NextBackend", from.side.Type)
 	}
 
-	for kind, ports := range backend.PortsByType(to.be, to.side.Type) {
-		for used, others := range backend.PortsByType(from.be, from.side.Type) {
+	for kind, ports := range to.be.Describe().Ports {
+		for used, others := range from.be.Describe().Ports {
 			if backend.SharePort(kind, used) { // the devices differ, so the VNIs do
 				continue
 			}
@@ -119,20 +114,9 @@ func (b *Backend) check() error {
 // Sides implements backend.TwoSided.
 func (b *Backend) Sides() (_, _ backend.Side) { return b.parts[present].side, b.parts[next].side }
 
-// CheckPublicEndpoint implements backend.EndpointNamer. It accepts e if at least one of the two
-// backends does.
-func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
-	err := backend.CheckPublicEndpoint(b.parts[present].be, b.parts[present].side.Type, e)
-	if err != nil {
-		err = backend.CheckPublicEndpoint(b.parts[next].be, b.parts[next].side.Type, e)
-	}
-	return err
-}
-
-// Inside implements backend.Placer. It returns the types of the backends inside of a location, for both
-// backends. Only one of the two may have locations.
-func (b *Backend) Inside() []string {
-	return slices.Concat(backend.Inside(b.parts[present].be), backend.Inside(b.parts[next].be))
+// Describe implements backend.Backend. Only one of the two backends may have locations.
+func (b *Backend) Describe() backend.Description {
+	return b.parts[present].be.Describe().Join(b.parts[next].be.Describe())
 }
 
 // Scope implements backend.Backend.
@@ -142,46 +126,6 @@ func (b *Backend) Scope() dataplane.Scope {
 		s.Devices = append(s.Devices, p.be.Scope().Devices...)
 	}
 	return s
-}
-
-// Ports implements backend.Listener.
-func (b *Backend) Ports() []int {
-	var ports []int
-	for _, p := range b.parts {
-		ports = append(ports, backend.Ports(p.be)...)
-	}
-	slices.Sort(ports)
-	return slices.Compact(ports)
-}
-
-// PortsByType implements backend.SeveralListener.
-func (b *Backend) PortsByType() map[string][]int {
-	ports := map[string][]int{}
-	for _, p := range b.parts {
-		for kind, more := range backend.PortsByType(p.be, p.side.Type) {
-			ports[kind] = append(ports[kind], more...)
-		}
-	}
-	return ports
-}
-
-// Files implements backend.FileOwner.
-func (b *Backend) Files() []string {
-	return slices.Concat(backend.Files(b.parts[present].be), backend.Files(b.parts[next].be))
-}
-
-// Leftovers implements backend.Cleaner.
-func (b *Backend) Leftovers() []backend.Leftover {
-	return slices.Concat(backend.Leftovers(b.parts[present].be), backend.Leftovers(b.parts[next].be))
-}
-
-// Tunnels implements backend.SeveralTunneler.
-func (b *Backend) Tunnels(f prefix.Family) []firewall.Payload {
-	all := slices.Concat(backend.Tunnels(b.parts[present].be, f), backend.Tunnels(b.parts[next].be, f))
-	if len(all) == 2 && all[0] == all[1] {
-		return all[:1]
-	}
-	return all
 }
 
 // Claim implements backend.Backend. If the next backend cannot start on this host, or its Claim

@@ -3,6 +3,7 @@
 package migration
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -16,11 +17,11 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/rpfilter"
-	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -33,16 +34,13 @@ type network struct {
 	running [sides]backend.Network                   // that of the next backend is nil while it does not run
 	sizers  [sides]atomic.Pointer[backend.PathSizer] // those in running that implement PathSizer; nil for the others
 	prober  *prober
+	mtu     int
 
 	before   map[netip.Prefix]dataplane.Route // best routes at the start, by destination; they are for the first decision about each peer
 	peers    map[string]*peer                 // by lease key
 	leases   [sides]map[string]*subnet.Lease  // of the peers, as each backend uses them
-	onlyNext map[string]struct{}              // keys of leases that only the next backend can use
-	senders  map[string]struct{}              // keys of leases that name the present backend first: their hosts may send by it
 	bySubnet map[netip.Prefix]string          // lease keys of peers, by subnet
-	refused  []*peer                          // peers with a reason in peer.refused
-	byNext   int                              // number of peers to which the next backend carries the packets
-	waiters  waiters
+	refused  [sides]map[string]string         // reasons by key: why the kernel has no route to a peer by that backend
 
 	moved       int       // number of peers that have changed their backend and are not logged yet
 	movedLogged time.Time // when such peers were logged
@@ -56,6 +54,19 @@ type network struct {
 	nextError  string       // error of the next backend that was logged last; empty if there is none
 	sources    rpfilter.Filter
 }
+
+// peer is another host.
+type peer struct {
+	subnets  []netip.Prefix
+	sends    bool      // its lease names the present backend first, so the host may send by it
+	side     int       // the backend that carries the packets to the peer
+	decided  bool      // side is the result of a decision, and not only the initial value
+	unusable string    // why the data for the next backend cannot be used
+	due      time.Time // when the log names the peer because it does not follow to the next backend; zero if it need not
+}
+
+// patience is the time after which the log names a peer that does not follow to the next backend.
+const patience = time.Minute
 
 // Limits of the pause between two attempts to start the next backend.
 const (
@@ -82,7 +93,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	n := &network{
 		Backend: b, Notifier: backend.NewNotifier(ctx), own: own, layer: b.layer, before: bestRoutes(before),
 		peers: map[string]*peer{}, bySubnet: map[netip.Prefix]string{},
-		leases: [sides]map[string]*subnet.Lease{{}, {}}, onlyNext: map[string]struct{}{}, senders: map[string]struct{}{},
+		leases: [sides]map[string]*subnet.Lease{{}, {}}, refused: [sides]map[string]string{{}, {}},
 		claimable: wait.NewSignal(), republish: wait.NewSignal(), again: wait.Backoff{Least: leastPause, Most: mostPause},
 	}
 
@@ -90,6 +101,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if n.running[present], err = b.startPresent(ctx, own); err != nil {
 		return nil, oneline.Join(err, n.Close())
 	}
+	n.mtu = least.Of(n.running[present].MTU(), b.parts[next].be.Describe().MTU)
 	n.follow(present)
 	n.startNext(ctx)
 	n.prober = newProber(n.Notify)
@@ -114,21 +126,9 @@ func (n *network) follow(side int) {
 	if s, ok := n.running[side].(backend.PathSizer); ok {
 		n.sizers[side].Store(&s)
 	}
-	p, ok := n.running[side].(backend.Publisher)
-	if !ok {
-		return
+	if p, ok := n.running[side].(backend.Publisher); ok {
+		n.Relay(p.Republish(), n.republish.Send)
 	}
-
-	n.Go(func(ctx context.Context) {
-		for {
-			select {
-			case <-p.Republish():
-				n.republish.Send()
-			case <-ctx.Done():
-				return
-			}
-		}
-	})
 }
 
 // Republish implements backend.Publisher.
@@ -179,9 +179,6 @@ func (n *network) startNext(ctx context.Context) {
 	klog.FromContext(ctx).Info("the next backend is running", "next", part.side.Type)
 }
 
-// NotStarted implements backend.Migrator.
-func (n *network) NotStarted() error { return n.notStarted }
-
 func (n *network) attempt(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	be := n.parts[next].be
 	running, err := be.Start(ctx, own)
@@ -191,7 +188,7 @@ func (n *network) attempt(ctx context.Context, own subnet.Lease) (backend.Networ
 
 	// An earlier network may have left something running on these ports. The owner of this network
 	// closes that if Start fails, but the next backend does not make Start fail.
-	if failed := n.env.FreePorts(backend.Ports(be)); failed != nil {
+	if failed := n.env.FreePorts(be.Describe().AllPorts()); failed != nil {
 		return nil, oneline.Join(err, failed)
 	}
 	n.layer.view(next) // forgets the objects of the attempt
@@ -200,9 +197,7 @@ func (n *network) attempt(ctx context.Context, own subnet.Lease) (backend.Networ
 
 // MTU implements backend.Network. Both backends can carry packets of that size, even if the next
 // one does not run yet.
-func (n *network) MTU() int {
-	return backend.SmallestMTU(n.running[present].MTU(), n.parts[next].be)
-}
+func (n *network) MTU() int { return n.mtu }
 
 // Selects implements backend.Selector.
 func (n *network) Selects(l *subnet.Lease) bool {
@@ -272,15 +267,12 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	n.decide(changed, probed)
 	n.layer.deferred = false
 
-	anyRoute := set.All || n.layer.all          // otherwise only the routes to changed peers may differ
 	if set.Complete && n.running[next] == nil { // objects that only the next backend knows must stay
 		n.layer.sweepGone()
 	}
 
 	report, failed := n.layer.apply(ctx, set.Complete && n.running[next] != nil)
-	affected := slices.Concat(changed, answered, keysOf(n.refused))
 	err = oneline.Join(err, failed, n.noteRefused(ctx, report.Refused))
-	affected = append(affected, keysOf(n.refused)...)
 	if set.All || report.Repaired > 0 {
 		n.sources.Loosen(ctx, n.Scope().Devices, n.sharedDevice(), "so that no peer can migrate")
 	}
@@ -293,21 +285,14 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 		n.claimable.Send()
 	}
 	if report.Rerouted { // the backends get Rerouted in the next pass
-		out.Again = sooner(out.Again, time.Second)
+		out.Again = least.Of(out.Again, time.Second)
 	}
 	if n.running[next] == nil {
-		out.Again = sooner(out.Again, max(time.Until(n.nextStart), time.Millisecond))
+		out.Again = least.Of(out.Again, max(time.Until(n.nextStart), time.Millisecond))
 	}
 
-	for _, again := range []time.Duration{n.logMoved(ctx, time.Now()), n.nameWaiting(ctx, time.Now())} {
-		if again > 0 {
-			out.Again = sooner(out.Again, again)
-		}
-	}
-	if anyRoute {
-		affected = slices.AppendSeq(affected, maps.Keys(n.peers))
-	}
-	n.aim(affected)
+	out.Again = least.Of(out.Again, n.logMoved(ctx, time.Now()), n.nameWaiting(ctx, time.Now()))
+	n.aim(changed)
 	return out, err
 }
 
@@ -324,18 +309,26 @@ func (n *network) sharedDevice() string {
 // held reports whether a peer keeps this host from the next stage: one to which it sends over the
 // present backend, or in the stage Leaving one that may send to it over that backend.
 func (n *network) held() bool {
-	if n.env.Config.Stage == subnet.Leaving {
-		return n.running[next] == nil || len(n.senders) > 0
+	for _, p := range n.peers {
+		holds := p.side == present
+		if n.env.Config.Stage == subnet.Leaving {
+			holds = p.sends
+		}
+		if holds {
+			return true
+		}
 	}
-	return n.running[next] == nil || n.byNext < len(n.peers)
+	return n.running[next] == nil
 }
 
-// sooner takes zero as never for a. b must not be zero.
-func sooner(a, b time.Duration) time.Duration {
-	if a == 0 || b < a {
-		return b
+// byNext returns the number of peers to which the next backend carries the packets.
+func (n *network) byNext() (count int) {
+	for _, p := range n.peers {
+		if p.side == next {
+			count++
+		}
 	}
-	return a
+	return count
 }
 
 // update records the changed leases and returns their keys.
@@ -349,9 +342,7 @@ func (n *network) update(set backend.Set) []string {
 	for _, key := range changed {
 		if l := set.Leases[key]; l != nil {
 			n.remember(key, l)
-		} else if p := n.peers[key]; p != nil {
-			n.count(p, present)
-			p.due = time.Time{}
+		} else {
 			delete(n.peers, key)
 		}
 	}
@@ -384,8 +375,6 @@ func (n *network) forget(key string) []netip.Prefix {
 	for i := range n.leases {
 		delete(n.leases[i], key)
 	}
-	delete(n.onlyNext, key)
-	delete(n.senders, key)
 	p.subnets = nil
 	p.unusable = ""
 	return subnets
@@ -395,9 +384,8 @@ func (n *network) forget(key string) []netip.Prefix {
 func (n *network) remember(key string, l *subnet.Lease) {
 	p := n.peers[key]
 	if p == nil {
-		p = &peer{key: key}
+		p = &peer{due: time.Now().Add(patience)}
 		n.peers[key] = p
-		n.waiters.add(p, time.Now())
 	}
 
 	p.subnets = l.Subnets()
@@ -408,12 +396,7 @@ func (n *network) remember(key string, l *subnet.Lease) {
 			p.unusable = err.Error()
 		}
 	}
-	if leases[present] == nil {
-		n.onlyNext[key] = struct{}{}
-	}
-	if leases[present] == l {
-		n.senders[key] = struct{}{}
-	}
+	p.sends = leases[present] == l
 
 	for i, own := range leases {
 		if own == nil {
@@ -449,14 +432,10 @@ func (n *network) syncParts(ctx context.Context, set backend.Set, answered []str
 		s := set
 		s.Leases = n.leases[i]
 		o, failed := part.Sync(ctx, s)
-		out.Retry = out.Retry || o.Retry
-		out.Repaired += o.Repaired
-		if o.Again > 0 {
-			out.Again = sooner(out.Again, o.Again)
-		}
+		out.Add(o)
 		if i == next {
 			if failed = n.noteNext(ctx, failed); failed == nil && n.nextError != "" {
-				out.Again = sooner(out.Again, leastPause)
+				out.Again = least.Of(out.Again, leastPause)
 			}
 		}
 		err = oneline.Join(err, failed)
@@ -471,7 +450,7 @@ const comparePause = 30 * time.Second
 // noteNext returns err, the error of the next backend, only if that backend carries packets. Otherwise
 // it logs the error, unless it was logged last.
 func (n *network) noteNext(ctx context.Context, err error) error {
-	if err == nil || n.byNext > 0 {
+	if err == nil || n.byNext() > 0 {
 		n.nextError = ""
 		return err
 	}
@@ -502,16 +481,21 @@ func (n *network) move(key string, probed bool) {
 	}
 
 	side := n.sideOf(key, p, probed)
-	changes := p.decided && side != p.side
-	n.count(p, side)
-	p.decided = true
+	if side != p.side {
+		if p.decided {
+			n.moved++
+		}
+		p.side = side
+		p.due = time.Time{}
+		if side == present {
+			p.due = time.Now().Add(patience)
+		}
+	}
 
+	p.decided = true
 	for _, s := range p.subnets {
 		n.layer.choose(s, side)
 		delete(n.before, s)
-	}
-	if changes {
-		n.moved++
 	}
 }
 
@@ -527,8 +511,9 @@ func (n *network) logMoved(ctx context.Context, now time.Time) (again time.Durat
 	if left := n.movedLogged.Add(movedPause).Sub(now); left > 0 {
 		return left
 	}
+	byNext := n.byNext()
 	klog.FromContext(ctx).Info("peers have changed their backend", "peers", n.moved, "next", n.parts[next].side.Type,
-		"byNext", n.byNext, "byPresent", len(n.peers)-n.byNext)
+		"byNext", byNext, "byPresent", len(n.peers)-byNext)
 	n.moved = 0
 	n.movedLogged = now
 	return 0
@@ -565,36 +550,17 @@ func (n *network) wasNext(p *peer) bool {
 	})
 }
 
-func (n *network) count(p *peer, side int) {
-	if p.side == side {
-		return
-	}
-	p.side = side
-	if side == next {
-		n.byNext++
-		p.due = time.Time{}
-	} else {
-		n.byNext--
-		n.waiters.add(p, time.Now())
-	}
-}
-
-// noteRefused records each refused route at its peer, instead of the earlier ones.
+// noteRefused records the refused routes, instead of the earlier ones.
 func (n *network) noteRefused(ctx context.Context, refused []dataplane.Refusal) error {
-	for _, p := range n.refused {
-		p.refused = [sides]string{}
-	}
-	n.refused = n.refused[:0]
-
+	n.refused = [sides]map[string]string{{}, {}}
 	var errs [sides]error
 	for _, r := range refused {
 		side := present
 		if n.layer.views[next].wants(r.Route) {
 			side = next
 		}
-		if p := n.peers[n.bySubnet[r.Route.Dst]]; p != nil {
-			p.refused[side] = r.Reason
-			n.refused = append(n.refused, p)
+		if key, ok := n.bySubnet[r.Route.Dst]; ok {
+			n.refused[side][key] = r.Reason
 		} else if r.Dev != r.Route.Dev { // to the whole network, and not because of the backend's own device
 			errs[side] = oneline.Join(errs[side], fmt.Errorf("put %s: %s", r.Route, r.Reason))
 		}
@@ -606,16 +572,14 @@ func (n *network) noteRefused(ctx context.Context, refused []dataplane.Refusal) 
 }
 
 func (n *network) refusals() (all []subnet.Refusal) {
-	for _, p := range n.refused {
-		if why := p.refused[p.side]; why != "" && len(p.subnets) > 0 {
-			all = append(all, subnet.Refusal{Key: p.key, Reason: why})
+	for key, p := range n.peers {
+		why := n.refused[p.side][key]
+		if n.running[next] == nil && n.leases[present][key] == nil {
+			why = n.waiting(key)
 		}
-	}
-	if n.running[next] != nil {
-		return all
-	}
-	for key := range n.onlyNext {
-		all = append(all, subnet.Refusal{Key: key, Reason: n.waiting(key)})
+		if why != "" {
+			all = append(all, subnet.Refusal{Key: key, Reason: why})
+		}
 	}
 	return all
 }
@@ -633,8 +597,8 @@ func (n *network) waiting(key string) string {
 		return fmt.Sprintf("its data for %s cannot be used: %s", name, p.unusable)
 	case n.leases[next][key] == nil:
 		return "it does not publish data for " + name
-	case p.refused[next] != "":
-		return p.refused[next]
+	case n.refused[next][key] != "":
+		return n.refused[next][key]
 	}
 	return fmt.Sprintf("no probe by %s has come back", name)
 }
@@ -642,13 +606,22 @@ func (n *network) waiting(key string) string {
 // nameWaiting logs each peer once that does not follow to the next backend within patience. It
 // returns the time until there may be more of them, or zero if no peer waits.
 func (n *network) nameWaiting(ctx context.Context, now time.Time) (again time.Duration) {
-	peers, again := n.waiters.late(now)
-	if len(peers) == 0 {
+	var late []string
+	for key, p := range n.peers {
+		switch left := p.due.Sub(now); {
+		case p.due.IsZero():
+		case left > 0:
+			again = least.Of(again, left)
+		default:
+			p.due = time.Time{}
+			late = append(late, key)
+		}
+	}
+	if len(late) == 0 {
 		return again
 	}
 
 	const shown = 10
-	late := keysOf(peers)
 	slices.Sort(late)
 	some := []string{}
 	for _, key := range late[:min(len(late), shown)] {
@@ -660,13 +633,16 @@ func (n *network) nameWaiting(ctx context.Context, now time.Time) (again time.Du
 	return again
 }
 
-// aim makes the prober probe those of these peers that could change to the next backend, and no others
-// of them.
-func (n *network) aim(keys []string) {
+// aim makes the prober probe all peers that could change to the next backend, and no others. changed contains
+// the keys of the leases that have changed, also of those that are gone.
+func (n *network) aim(changed []string) {
 	if n.running[next] == nil { // the next backend has never run, so there are no probes
 		return
 	}
-	for _, key := range keys {
+	for _, key := range changed {
+		n.prober.aim(key, n.targets(key))
+	}
+	for key := range n.peers {
 		n.prober.aim(key, n.targets(key))
 	}
 }
@@ -676,7 +652,7 @@ func (n *network) aim(keys []string) {
 func (n *network) targets(key string) (all []target) {
 	p := n.peers[key]
 	l := n.leases[next][key]
-	if p == nil || p.side == next || l == nil || n.leases[present][key] == nil || p.refused[next] != "" {
+	if p == nil || p.side == next || l == nil || n.leases[present][key] == nil || n.refused[next][key] != "" {
 		return nil
 	}
 
@@ -688,7 +664,7 @@ func (n *network) targets(key string) (all []target) {
 		r, ok := n.layer.views[next].route(e.Subnet)
 		if has && ok {
 			all = append(all, target{
-				to: e.Subnet.Addr(), from: own.Subnet.Addr(), device: r.Dev, size: n.MTU(), public: e.PublicIP, data: string(e.Data),
+				to: e.Subnet.Addr(), from: own.Subnet.Addr(), device: r.Dev, size: n.mtu, public: e.PublicIP, data: string(e.Data),
 			})
 		}
 	}
@@ -706,51 +682,38 @@ func (n *network) Choice(key string) backend.Choice {
 
 // PathMTU implements backend.PathSizer. It returns the smaller one of the path MTUs that the two
 // backends know, or 0 if they know none.
-func (n *network) PathMTU(subnet netip.Prefix) (least int) {
+func (n *network) PathMTU(subnet netip.Prefix) (mtu int) {
 	for i := range n.sizers {
 		if s := n.sizers[i].Load(); s != nil {
-			if mtu := (*s).PathMTU(subnet); mtu > 0 && (least == 0 || mtu < least) {
-				least = mtu
-			}
+			mtu = least.Of(mtu, (*s).PathMTU(subnet))
 		}
 	}
-	return least
+	return mtu
 }
 
-// Location implements backend.Locator. It returns the report of the backend with locations. At most
-// one of the two has locations.
-func (n *network) Location() *status.Location {
-	for _, part := range n.running {
-		if l, ok := part.(backend.Locator); ok {
-			return l.Location()
-		}
+// Report implements backend.Inspector. Mode is that of the present backend, and Dropped has the sums of both. At most one
+// of the two has locations.
+func (n *network) Report() backend.NetworkReport {
+	r := backend.Report(n.running[present])
+	other := backend.Report(n.running[next])
+	r.Counts = n.layer.reconciler.Counts()
+	r.NotStarted = n.notStarted
+	r.Location = cmp.Or(r.Location, other.Location)
+	if r.Dropped == nil {
+		r.Dropped = other.Dropped
+		return r
 	}
-	return nil
+
+	r.Dropped = maps.Clone(r.Dropped)
+	for reason, count := range other.Dropped {
+		r.Dropped[reason] += count
+	}
+	return r
 }
 
 // Objects implements backend.Inspector.
 func (n *network) Objects(key string) []backend.ObjectReport {
 	return slices.Concat(backend.Objects(n.running[present], key), backend.Objects(n.running[next], key))
-}
-
-// Counts implements backend.Inspector.
-func (n *network) Counts() map[string]dataplane.Count { return n.layer.reconciler.Counts() }
-
-// Mode implements backend.DataPath. It returns the mode of the present backend.
-func (n *network) Mode() string { return backend.Mode(n.running[present]) }
-
-// Dropped implements backend.DataPath. It returns the sums of both backends.
-func (n *network) Dropped() map[string]uint64 {
-	var all map[string]uint64
-	for _, part := range n.running {
-		for reason, count := range backend.Dropped(part) {
-			if all == nil {
-				all = map[string]uint64{}
-			}
-			all[reason] += count
-		}
-	}
-	return all
 }
 
 // Close implements backend.Network.

@@ -67,7 +67,8 @@ func newBackend(t testing.TB, env backend.Env) (backend.Backend, error) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b, _, err := r.WithMigration(New).WithLocations(location.New).New(env)
+	r.Migrate, r.Locate = New, location.New
+	b, _, err := r.New(env)
 	return b, err
 }
 
@@ -116,7 +117,7 @@ func TestPortsByType(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		ports := backend.PortsByType(b, "")
+		ports := b.Describe().Ports
 		if !slices.Equal(ports["wireguard"], []int{51820}) || !slices.Equal(ports["vxlan"], []int{8472}) || len(ports["host-gw"]) > 0 {
 			t.Errorf("%s to %s: %v", tt[0], tt[1], ports)
 		}
@@ -545,8 +546,12 @@ type occupied struct {
 	free *bool
 }
 
-// Ports implements backend.Listener.
-func (occupied) Ports() []int { return []int{7} }
+// Describe implements backend.Backend.
+func (o occupied) Describe() backend.Description {
+	d := o.Backend.Describe()
+	d.Ports = map[string][]int{vxlan.Type: {7}}
+	return d
+}
 
 // Start implements backend.Backend.
 func (o occupied) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
@@ -773,7 +778,7 @@ func TestClaimWithoutAModule(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := n.(backend.Migrator).NotStarted(); !errors.Is(got, unix.EOPNOTSUPP) {
+		if got := n.(*network).notStarted; !errors.Is(got, unix.EOPNOTSUPP) {
 			t.Errorf("%s does not start because of %v, want the reason why it has no data", to, got)
 		}
 		asks := func(when string, want bool) {

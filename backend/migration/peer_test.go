@@ -5,6 +5,7 @@ package migration
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
@@ -13,28 +14,40 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestWaiters checks which peers waiters reports as late, and when.
-func TestWaiters(t *testing.T) {
-	var w waiters
+// TestWaitingPeersAreNamedOnce checks which peers the log names because they do not follow to the next
+// backend, and when.
+func TestWaitingPeersAreNamedOnce(t *testing.T) {
+	n := start(t, dataplanetest.New(), vni1, vni7)
 	now := time.Now()
-	one, two, three := &peer{key: "one"}, &peer{key: "two"}, &peer{key: "three"}
-	expect := func(after, again time.Duration, want ...*peer) {
+	add := func(key string, since time.Duration) { n.peers[key] = &peer{due: now.Add(since + patience)} }
+	expect := func(after, again time.Duration, want ...string) {
 		t.Helper()
-		late, got := w.late(now.Add(after))
-		if fmt.Sprint(keysOf(late)) != fmt.Sprint(keysOf(want)) || got != again {
-			t.Errorf("after %s: %q and again after %s, want %q and %s", after, keysOf(late), got, keysOf(want), again)
+		waited := map[string]bool{}
+		for key, p := range n.peers {
+			waited[key] = !p.due.IsZero()
+		}
+		got := n.nameWaiting(t.Context(), now.Add(after))
+		var named []string
+		for key, p := range n.peers {
+			if waited[key] && p.due.IsZero() {
+				named = append(named, key)
+			}
+		}
+		slices.Sort(named)
+		if !slices.Equal(named, want) || got != again {
+			t.Errorf("after %s: %q and again after %s, want %q and %s", after, named, got, want, again)
 		}
 	}
 	expect(0, 0)
-	w.add(one, now)
-	w.add(two, now)
-	w.add(three, now.Add(20*time.Second))
+	add("one", 0)
+	add("two", 0)
+	add("three", 20*time.Second)
 	expect(20*time.Second, 40*time.Second)
-	two.due = time.Time{} // the peer has followed to the next backend
-	expect(patience, 20*time.Second, one)
-	w.add(two, now.Add(patience)) // the peer has gone back to the present backend
-	expect(2*patience-time.Second, time.Second, three)
-	expect(2*patience, 0, two)
+	n.peers["two"].due = time.Time{} // the peer has followed to the next backend
+	expect(patience, 20*time.Second, "one")
+	add("two", patience) // the peer has gone back to the present backend
+	expect(2*patience-time.Second, time.Second, "three")
+	expect(2*patience, 0, "two")
 	expect(time.Hour, 0)
 }
 

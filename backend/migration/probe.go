@@ -3,7 +3,6 @@
 package migration
 
 import (
-	"container/heap"
 	"context"
 	"errors"
 	"net/netip"
@@ -55,45 +54,15 @@ type prober struct {
 
 	mu       sync.Mutex
 	peers    map[string]*probed
-	order    queue               // of peers
 	answered map[string][]target // targets of the peers that have answered since the last take
 }
 
 // probed is a peer that has not answered yet.
 type probed struct {
 	key     string
-	index   int // in the queue
 	targets []target
 	due     time.Time
 	pause   wait.Backoff
-}
-
-// queue implements heap.Interface: the first peer is the one that is due first.
-type queue []*probed
-
-func (q queue) Len() int           { return len(q) }
-func (q queue) Less(i, j int) bool { return q[i].due.Before(q[j].due) }
-
-func (q queue) Swap(i, j int) {
-	q[i], q[j] = q[j], q[i]
-	q[i].index = i
-	q[j].index = j
-}
-
-// Push implements heap.Interface.
-func (q *queue) Push(x any) {
-	p := x.(*probed)
-	p.index = len(*q)
-	*q = append(*q, p)
-}
-
-// Pop implements heap.Interface.
-func (q *queue) Pop() any {
-	last := len(*q) - 1
-	p := (*q)[last]
-	(*q)[last] = nil
-	*q = (*q)[:last]
-	return p
 }
 
 func newProber(notify func()) *prober {
@@ -110,7 +79,7 @@ func (p *prober) aim(key string, targets []target) {
 		if slices.Equal(peer.targets, targets) {
 			return
 		}
-		p.drop(key)
+		delete(p.peers, key)
 	}
 	if answered, ok := p.answered[key]; ok && slices.Equal(answered, targets) {
 		return // take has not been called since
@@ -125,7 +94,6 @@ func (p *prober) aim(key string, targets []target) {
 	peer.pause.Least = leastProbe
 	peer.pause.Most = mostProbe
 	p.peers[key] = peer
-	heap.Push(&p.order, peer)
 	p.changed.Send()
 }
 
@@ -136,11 +104,6 @@ func (p *prober) take() map[string][]target {
 	answered := p.answered
 	p.answered = map[string][]target{}
 	return answered
-}
-
-func (p *prober) drop(key string) {
-	heap.Remove(&p.order, p.peers[key].index)
-	delete(p.peers, key)
 }
 
 func (p *prober) run(ctx context.Context) {
@@ -162,17 +125,18 @@ func (p *prober) run(ctx context.Context) {
 func (p *prober) next(now time.Time) (peer *probed, pause time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if len(p.order) == 0 {
+	for _, one := range p.peers {
+		if peer == nil || one.due.Before(peer.due) {
+			peer = one
+		}
+	}
+	if peer == nil {
 		return nil, mostProbe
 	}
-
-	peer = p.order[0]
 	if left := peer.due.Sub(now); left > 0 {
 		return nil, left
 	}
-
 	peer.due = now.Add(peer.pause.Next())
-	heap.Fix(&p.order, peer.index)
 	return peer, probePause
 }
 
@@ -196,7 +160,7 @@ func (p *prober) probe(ctx context.Context, peer *probed) {
 		return
 	}
 
-	p.drop(peer.key)
+	delete(p.peers, peer.key)
 	p.answered[peer.key] = peer.targets
 	p.notify()
 }

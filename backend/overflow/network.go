@@ -12,10 +12,10 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/rpfilter"
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
@@ -133,9 +133,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	if n.compared {
 		n.log.problem(ctx, n.data, n.failed)
 	}
-	if again := n.log.peers(ctx, n.peers, time.Now()); again > 0 && (out.Again == 0 || again < out.Again) {
-		out.Again = again
-	}
+	out.Again = least.Of(out.Again, n.log.peers(ctx, n.peers, time.Now()))
 	return out, err
 }
 
@@ -256,20 +254,22 @@ func (n *network) Choice(key string) backend.Choice {
 	return backend.Choice{Backend: n.cloud.Type}
 }
 
-// Overflow implements backend.Overflower.
-func (n *network) Overflow() status.Overflow {
-	r := status.Overflow{Tunnel: n.side.Type}
+// Report implements backend.Inspector.
+func (n *network) Report() backend.NetworkReport {
+	ways := status.Overflow{Tunnel: n.side.Type}
 	if n.compared {
-		r.Problem = problem(n.data, n.failed, n.side.Type)
+		ways.Problem = problem(n.data, n.failed, n.side.Type)
 	}
 	for _, obstacle := range n.peers {
 		if obstacle != "" {
-			r.ByTunnel++
+			ways.ByTunnel++
 		} else {
-			r.ByCloud++
+			ways.ByCloud++
 		}
 	}
-	return r
+
+	routes := n.CloudRoutes()
+	return backend.NetworkReport{Counts: backend.Report(n.tunnel).Counts, Cloud: &routes, Overflow: &ways}
 }
 
 // PathMTU implements backend.PathSizer.
@@ -282,14 +282,6 @@ func (n *network) PathMTU(dst netip.Prefix) int {
 
 // Objects implements backend.Inspector.
 func (n *network) Objects(key string) []backend.ObjectReport { return backend.Objects(n.tunnel, key) }
-
-// Counts implements backend.Inspector.
-func (n *network) Counts() map[string]dataplane.Count {
-	if i, ok := n.tunnel.(backend.Inspector); ok {
-		return i.Counts()
-	}
-	return nil
-}
 
 // Close implements backend.Network.
 func (n *network) Close() error {

@@ -217,7 +217,7 @@ func TestChoice(t *testing.T) {
 	b.expectClaim("a full table", data{Table: "rtb-1", Why: "quota"})
 	b.expectByTunnel("a full table", "host2", "host3", "host4")
 	want := "table rtb-1 has reached its limit of 1 routes"
-	if r := b.net.Overflow(); r.Tunnel != "vxlan" || r.ByTunnel != 3 || !strings.Contains(r.Problem, "vxlan carries the packets of this host") || !strings.Contains(r.Problem, want) {
+	if r := b.net.Report().Overflow; r.Tunnel != "vxlan" || r.ByTunnel != 3 || !strings.Contains(r.Problem, "vxlan carries the packets of this host") || !strings.Contains(r.Problem, want) {
 		t.Errorf("report %+v, want the tunnel and the reason", r)
 	}
 	if len(b.warned) != 1 || !strings.Contains(b.warned[0], "FlannelOverflow: ") || !strings.Contains(b.warned[0], want) {
@@ -232,7 +232,7 @@ func TestChoice(t *testing.T) {
 	b.expectByTunnel("a higher quota, and the store is away", "host2", "host3", "host4")
 	b.expectClaim("a higher quota", inside.without())
 	b.expectByTunnel("a higher quota", "host3", "host4")
-	if r := b.net.Overflow(); r.Problem != "" || r.ByTunnel != 2 || r.ByCloud != 2 {
+	if r := b.net.Report().Overflow; r.Problem != "" || r.ByTunnel != 2 || r.ByCloud != 2 {
 		t.Errorf("report %+v, want nothing wrong", r)
 	}
 }
@@ -263,7 +263,7 @@ func TestRestart(t *testing.T) {
 	if got := string(b.net.own.Endpoints[0].Data); got != string(own.Endpoints[0].Data) {
 		t.Errorf("the host publishes %s, want %s", got, own.Endpoints[0].Data)
 	}
-	if r := b.net.Overflow(); !strings.Contains(r.Problem, "go on to carry the packets of this host") || !strings.Contains(r.Problem, "the cloud does not answer") {
+	if r := b.net.Report().Overflow; !strings.Contains(r.Problem, "go on to carry the packets of this host") || !strings.Contains(r.Problem, "the cloud does not answer") {
 		t.Errorf("report %+v, want the reason", r)
 	}
 }

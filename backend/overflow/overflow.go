@@ -23,7 +23,6 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
-	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -41,31 +40,17 @@ func New(c *backend.CloudBackend, tunnel backend.Backend) backend.Backend {
 	return &Backend{cloud: c, tunnel: tunnel, side: backend.NewSide(tunnel, c.Overflow.Type)}
 }
 
-// LeaseType implements backend.LeaseTyper.
-func (b *Backend) LeaseType() string { return b.cloud.LeaseType() }
-
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope { return b.tunnel.Scope() }
 
-// Ports implements backend.Listener.
-func (b *Backend) Ports() []int { return backend.Ports(b.tunnel) }
+// Describe implements backend.Backend.
+func (b *Backend) Describe() backend.Description {
+	return b.cloud.Describe().Join(b.tunnel.Describe())
+}
 
-// PortsByType implements backend.SeveralListener.
-func (b *Backend) PortsByType() map[string][]int { return backend.PortsByType(b.tunnel, b.side.Type) }
-
-// Files implements backend.FileOwner.
-func (b *Backend) Files() []string { return backend.Files(b.tunnel) }
-
-// Leftovers implements backend.Cleaner.
-func (b *Backend) Leftovers() []backend.Leftover { return backend.Leftovers(b.tunnel) }
-
-// Tunnels implements backend.SeveralTunneler.
-func (b *Backend) Tunnels(f prefix.Family) []firewall.Payload { return backend.Tunnels(b.tunnel, f) }
-
-// MTU implements backend.Sized. It also implements backend.Network for network, which embeds
-// Backend. The result is at most the MTU of the tunnel, because any peer may come to need the
-// tunnel.
-func (b *Backend) MTU() int { return backend.SmallestMTU(b.cloud.MTU(), b.tunnel) }
+// MTU implements backend.Network for network, which embeds Backend. The result is at most the MTU of the
+// tunnel, because any peer may come to need the tunnel.
+func (b *Backend) MTU() int { return b.Describe().MTU }
 
 // Claim implements backend.Backend. It makes no call of the cloud, because a host that cannot use
 // the cloud uses the tunnel. A host that already had a lease publishes the same data about its
@@ -73,7 +58,7 @@ func (b *Backend) MTU() int { return backend.SmallestMTU(b.cloud.MTU(), b.tunnel
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	before := map[prefix.Family]data{}
 	addresses := map[prefix.Family]netip.Addr{}
-	if prev.BackendType == b.LeaseType() {
+	if prev.BackendType == b.Describe().LeaseType {
 		tunnel := subnet.Claim{BackendType: b.side.LeaseType}
 		for _, e := range prev.Endpoints {
 			f := prefix.FamilyOf(e.PublicIP)
@@ -90,7 +75,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	if err != nil {
 		return subnet.Claim{}, err
 	}
-	claim.BackendType = b.LeaseType()
+	claim.BackendType = b.Describe().LeaseType
 	claim.NextType = ""
 	if now := b.present.Load(); now != nil {
 		before = *now

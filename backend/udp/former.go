@@ -18,9 +18,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/nftables"
 )
 
-// Leftovers implements backend.Cleaner. The device of the backend is not a leftover, because it
-// belongs to the Scope.
-func (b *Backend) Leftovers() []backend.Leftover {
+// leftovers does not contain the device of the backend, because that belongs to the Scope.
+func (b *Backend) leftovers() []backend.Leftover {
 	if b.env.Network != "" { // with several networks, such objects belong to another daemon
 		return nil
 	}

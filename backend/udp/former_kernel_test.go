@@ -5,7 +5,6 @@ package udp
 import (
 	"testing"
 
-	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/backendtest"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
@@ -16,7 +15,7 @@ func TestKernelFormerTable(t *testing.T) {
 	ctx, l := oneHost(t)
 	h := l.Host(1)
 	b := &Backend{env: backendtest.Env(1500, prefix.IPv4), config: defaults()}
-	former := b.Leftovers()[0]
+	former := b.leftovers()[0]
 	tables := func() string {
 		out, err := h.Exec(ctx, "nft", "list", "tables")
 		if err != nil {
@@ -52,7 +51,7 @@ func TestKernelFormerTable(t *testing.T) {
 		t.Errorf("tables %q are left, want %q", left, before)
 	}
 	b.env.Network = "blue"
-	if all := backend.Leftovers(b); len(all) > 0 {
+	if all := b.leftovers(); len(all) > 0 {
 		t.Errorf("with several networks: %v, want none, because another daemon may use them", all)
 	}
 }

@@ -60,7 +60,7 @@ type network struct {
 
 // start opens a tunnel that carries no packets yet, unless an earlier network has left it running.
 func (n *network) start(ctx context.Context) error {
-	for _, l := range n.Leftovers() { // just before their successors, so that few packets are lost in between
+	for _, l := range n.leftovers() { // just before their successors, so that few packets are lost in between
 		if err := l.Remove(ctx); err != nil {
 			return err
 		}
@@ -164,11 +164,10 @@ func (n *network) Objects(key string) []backend.ObjectReport {
 	return all
 }
 
-// Mode implements backend.DataPath.
-func (*network) Mode() string { return modeUserspace }
-
-// Dropped implements backend.DataPath.
-func (n *network) Dropped() map[string]uint64 { return n.host.counters.Dropped() }
+// Report implements backend.Inspector.
+func (n *network) Report() backend.NetworkReport {
+	return backend.NetworkReport{Counts: n.Counts(), Mode: modeUserspace, Dropped: n.host.counters.Dropped()}
+}
 
 // Close implements backend.Network. Device and tunnel belong to the Host, and continue for the next
 // network.

@@ -53,16 +53,14 @@ func (b *Backend) device() string {
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(b.device()) }
 
-// Ports implements backend.Listener.
-func (b *Backend) Ports() []int { return []int{b.config.Port} }
-
-// Tunnel implements backend.Tunneler.
-func (b *Backend) Tunnel(prefix.Family) firewall.Payload {
-	return firewall.Payload{Protocol: firewall.UDP, Port: uint16(b.config.Port)}
+// Describe implements backend.Backend. Leases have no type.
+func (b *Backend) Describe() backend.Description {
+	packets := []firewall.Payload{{Protocol: firewall.UDP, Port: uint16(b.config.Port)}}
+	return backend.Description{
+		MTU: b.MTU(), Ports: map[string][]int{Type: {b.config.Port}}, Leftovers: b.leftovers(),
+		Tunnels: map[prefix.Family][]firewall.Payload{prefix.IPv4: packets, prefix.IPv6: packets},
+	}
 }
-
-// LeaseType implements backend.LeaseTyper.
-func (*Backend) LeaseType() string { return "" }
 
 // Claim implements backend.Backend. Leases have neither a type nor data.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
@@ -72,7 +70,7 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 // Usable implements backend.Checker.
 func (*Backend) Usable(context.Context) error { return tunnel.Usable() }
 
-// MTU implements backend.Sized. It also implements backend.Network.
+// MTU implements backend.Network.
 func (b *Backend) MTU() int { return mtu(b.env) }
 
 // Check implements backend.Network. A lease with backend data belongs to another

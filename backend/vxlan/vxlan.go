@@ -49,21 +49,17 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(b.devices()...) }
 
-// Ports implements backend.Listener.
-func (b *Backend) Ports() []int { return []int{b.config.Port} }
-
-// PortsByType implements backend.SeveralListener. See backend.SharePort.
-func (b *Backend) PortsByType() map[string][]int {
-	kind := "vxlan"
-	if b.config.GBP {
+// Describe implements backend.Backend.
+func (b *Backend) Describe() backend.Description {
+	kind := Type
+	if b.config.GBP { // see backend.SharePort
 		kind += " with GBP"
 	}
-	return map[string][]int{kind: b.Ports()}
-}
-
-// Tunnel implements backend.Tunneler.
-func (b *Backend) Tunnel(prefix.Family) firewall.Payload {
-	return firewall.Payload{Protocol: firewall.UDP, Port: uint16(b.config.Port)}
+	packets := []firewall.Payload{{Protocol: firewall.UDP, Port: uint16(b.config.Port)}}
+	return backend.Description{
+		LeaseType: Type, MTU: b.MTU(), Ports: map[string][]int{kind: {b.config.Port}},
+		Tunnels: map[prefix.Family][]firewall.Payload{prefix.IPv4: packets, prefix.IPv6: packets},
+	}
 }
 
 // Matches implements backend.Matcher. It compares the VNI in the backend data of the lease with
@@ -153,8 +149,7 @@ type network struct {
 	*backend.Programmer
 }
 
-// MTU implements backend.Sized. It also implements backend.Network for network, which embeds
-// Backend.
+// MTU implements backend.Network for network, which embeds Backend.
 func (b *Backend) MTU() int {
 	mtu := b.env.Underlay.MTU
 	for _, net := range b.env.Config.Networks {

@@ -8,19 +8,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-
-	"github.com/flanneld/flanneld/backend"
 )
-
-// Leftovers implements backend.Cleaner. It returns the control sockets of the devices in user space. A daemon that is
-// killed leaves them.
-func (b *Backend) Leftovers() []backend.Leftover {
-	var all []backend.Leftover
-	for _, t := range b.tunnels() {
-		all = append(all, socketLeftover(socketPath(socketDir, t.name)))
-	}
-	return all
-}
 
 // socketLeftover is the path of a control socket.
 type socketLeftover string

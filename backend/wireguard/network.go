@@ -15,6 +15,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/wireguard/internal/discovery"
+	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
@@ -87,11 +88,8 @@ func (n *network) again() (again time.Duration) {
 	if n.secret.waiting { // some peers do not have the new preshared key
 		again = pskCheck
 	}
-	if n.look != 0 {
-		left := max(n.look-n.now().Steady, discovery.LeastPause) // until the devices must be read
-		if again == 0 || left < again {
-			again = left
-		}
+	if n.look != 0 { // when the devices must be read
+		again = least.Of(again, max(n.look-n.now().Steady, discovery.LeastPause))
 	}
 	return again
 }
@@ -304,11 +302,10 @@ func (n *network) Republish() <-chan struct{} { return n.republish }
 // Published implements backend.Publisher. There is nothing to do after a write.
 func (*network) Published(subnet.Claim) {}
 
-// Mode implements backend.DataPath.
-func (n *network) Mode() string { return n.implementation }
-
-// Dropped implements backend.DataPath. WireGuard does not count drops.
-func (*network) Dropped() map[string]uint64 { return nil }
+// Report implements backend.Inspector. WireGuard does not count drops.
+func (n *network) Report() backend.NetworkReport {
+	return backend.NetworkReport{Counts: n.Counts(), Mode: n.implementation}
+}
 
 // Close implements backend.Network. Devices of this process belong to the Host and continue to run
 // for the next network.

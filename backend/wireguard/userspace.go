@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 	"sync"
 
@@ -42,8 +43,12 @@ func checkAccess(path string) error {
 // userspaceDevice is a WireGuard device in this process. Its TUN device, with addresses and routes,
 // stays when the process ends. The device is configured through a socket, which wg(8) also finds.
 type userspaceDevice struct {
-	name string
-	mtu  int
+	name  string
+	mtu   int
+	port  int          // UDP port that the network makes the device listen on
+	iface int          // index of the external interface
+	local []netip.Addr // addresses of the host from which the device sends
+	used  bool         // a network has taken it from the Host, and has not left it yet
 
 	dev        *wgdevice.Device // nil while it does not run
 	packets    *reader          // of dev

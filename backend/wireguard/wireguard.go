@@ -63,9 +63,6 @@ func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []str
 
 func (b *Backend) tunnels() []tunnel { return b.config.tunnels(b.env.Network, families(b.env)) }
 
-// SameLocation implements backend.Surrounding.
-func (b *Backend) SameLocation() backend.SameLocation { return b.config.SameLocation }
-
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope {
 	var names []string
@@ -75,21 +72,20 @@ func (b *Backend) Scope() dataplane.Scope {
 	return b.env.Scope(names...)
 }
 
-// Files implements backend.FileOwner.
-func (b *Backend) Files() []string {
-	if path := os.Getenv(keyFileVariable); path != "" {
-		return []string{path}
+// Describe implements backend.Backend. Leftovers are the control sockets of the devices in user space. A daemon
+// that is killed leaves them.
+func (b *Backend) Describe() backend.Description {
+	d := backend.Description{
+		LeaseType: Type, MTU: b.MTU(), Ports: map[string][]int{}, SameLocation: b.config.SameLocation, CheckPublicEndpoint: b.checkPublicEndpoint,
 	}
-	return nil
-}
-
-// Ports implements backend.Listener.
-func (b *Backend) Ports() []int {
-	var ports []int
 	for _, t := range b.tunnels() {
-		ports = append(ports, t.port)
+		d.Ports[Type] = append(d.Ports[Type], t.port)
+		d.Leftovers = append(d.Leftovers, socketLeftover(socketPath(socketDir, t.name)))
 	}
-	return ports
+	if path := os.Getenv(keyFileVariable); path != "" {
+		d.Files = []string{path}
+	}
+	return d
 }
 
 // Claim implements backend.Backend. It may create the private key, because the key must
@@ -138,8 +134,7 @@ func (b *Backend) publishes(prev subnet.Claim) discovery.Endpoints {
 	return discovery.SharedIn(*side, b.env.Reachable) // prev may have the data of a second backend, after a migration
 }
 
-// CheckPublicEndpoint implements backend.EndpointNamer.
-func (b *Backend) CheckPublicEndpoint(e endpoint.Named) error {
+func (b *Backend) checkPublicEndpoint(e endpoint.Named) error {
 	if e.Port != 0 && len(b.tunnels()) > 1 {
 		return fmt.Errorf("it has a port, but the network has a device with a port of its own for each family: expected a name alone, or another Backend.Mode than %q", modeSeparate)
 	}
@@ -168,8 +163,7 @@ func (b *Backend) key(known bool) (wgtypes.Key, error) {
 	return store.key(have)
 }
 
-// MTU implements backend.Sized. It also implements backend.Network for network, which embeds
-// Backend.
+// MTU implements backend.Network for network, which embeds Backend.
 func (b *Backend) MTU() int {
 	mtu := b.env.Underlay.MTU
 	for _, t := range b.tunnels() {

@@ -74,7 +74,7 @@ func TestConfig(t *testing.T) {
 			n := &network{Backend: b.(*Backend)}
 			var devices []string
 			for i, name := range n.Scope().Devices {
-				devices = append(devices, fmt.Sprintf("%s:%d", name, n.Ports()[i]))
+				devices = append(devices, fmt.Sprintf("%s:%d", name, n.Describe().Ports[Type][i]))
 			}
 			if got := strings.Join(devices, " "); got != tt.devices || n.MTU() != tt.mtu {
 				t.Errorf("devices %q and MTU %d, want %q and %d", got, n.MTU(), tt.devices, tt.mtu)

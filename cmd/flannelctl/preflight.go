@@ -13,7 +13,6 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/base/subnetfile"
@@ -213,5 +212,5 @@ func (o storeOptions) examineStore(ctx context.Context, fail func(string, error,
 		err := daemon.CheckRanges(ctx, cfg, externalInterface(ctx, cfg), o.EtcdEndpoints)
 		fail("the network configuration is refused on this host", err, "choose another Network")
 	}
-	return cfg, backend.Ports(be), nil
+	return cfg, be.Describe().AllPorts(), nil
 }

@@ -22,7 +22,7 @@ type claims struct {
 
 type port struct {
 	number  int
-	backend string // its type, as in the result of backend.PortsByType
+	backend string // its type, as in backend.Description.Ports
 }
 
 // claimsOf returns the claims of a network with this configuration. be is nil if this version does not know
@@ -36,10 +36,11 @@ func claimsOf(cfg subnet.Config, be backend.Backend) claims {
 	for _, name := range be.Scope().Devices {
 		c.names = append(c.names, "device "+name)
 	}
-	for _, path := range backend.Files(be) {
+	d := be.Describe()
+	for _, path := range d.Files {
 		c.names = append(c.names, "file "+path)
 	}
-	for kind, numbers := range backend.PortsByType(be, cfg.BackendType) {
+	for kind, numbers := range d.Ports {
 		for _, n := range numbers {
 			c.ports = append(c.ports, port{n, kind})
 		}

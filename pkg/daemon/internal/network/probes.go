@@ -15,7 +15,7 @@ func (n *Network) newProber(s *session, running backend.Network) *paths.Prober {
 	now := s.begin.Load()
 	c := paths.Config{
 		Own:      now.Own.Subnets(),
-		Network:  paths.Network{BackendType: now.Config.BackendType, MTU: s.mtu, Devices: len(s.be.Scope().Devices) > 0, Ports: backend.Ports(s.be)},
+		Network:  paths.Network{BackendType: now.Config.BackendType, MTU: s.mtu, Devices: len(s.be.Scope().Devices) > 0, Ports: s.be.Describe().AllPorts()},
 		Peers:    func(ctx context.Context) ([]paths.Peer, bool) { return reachable(ctx, s.syncer) },
 		Limit:    n.host.Probes,
 		Answered: n.metrics.Answered,

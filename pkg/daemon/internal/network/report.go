@@ -156,7 +156,7 @@ func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, er
 	r.RestartNeeded, r.ConfigRejected = n.config.restartNeeded(), n.config.refusal()
 	r.Ready, r.Reasons = n.ready.health.Ready()
 	if s := n.serving.Load(); s != nil {
-		r.Network.MTU, r.Network.Devices, r.Network.Ports = s.mtu, s.be.Scope().Devices, backend.Ports(s.be)
+		r.Network.MTU, r.Network.Devices, r.Network.Ports = s.mtu, s.be.Scope().Devices, s.be.Describe().AllPorts()
 	}
 	if known {
 		if now.Config.Migrates() {

@@ -3,6 +3,7 @@
 package network
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"sync"
@@ -116,10 +117,7 @@ type unconnected struct{ mtu int }
 
 // unconnectedMTU returns the MTU that the network of be has as soon as interface i is there.
 func unconnectedMTU(be backend.Backend, i underlay.Interface) int {
-	if sized, ok := be.(backend.Sized); ok {
-		return sized.MTU()
-	}
-	return i.MTU
+	return cmp.Or(be.Describe().MTU, i.MTU)
 }
 
 // MTU implements backend.Network.

@@ -127,7 +127,7 @@ func (n *Network) rulePolicy(be backend.Backend, now lastknown.State) firewall.P
 // tunnels returns the kinds of tunnel packets of all backends in network n, each kind once.
 func tunnels(backends []backend.Backend, n subnet.Network) (all []firewall.Payload) {
 	for _, be := range backends {
-		for _, t := range backend.Tunnels(be, n.Family()) {
+		for _, t := range be.Describe().Tunnels[n.Family()] {
 			if !slices.Contains(all, t) {
 				all = append(all, t)
 			}

@@ -468,6 +468,10 @@ func (b scriptedBackend) Scope() dataplane.Scope {
 	return dataplane.Scope{Devices: []string{b.device}, Networks: b.env.Config.Prefixes()}
 }
 
+func (b scriptedBackend) Describe() backend.Description {
+	return backend.Description{LeaseType: b.kind}
+}
+
 func (b scriptedBackend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	c := subnet.Claim{BackendType: b.kind}
 	for _, a := range b.env.Underlay.Addrs {

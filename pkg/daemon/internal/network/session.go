@@ -233,7 +233,7 @@ func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease, fre
 			return false
 		}
 		if freePorts != nil {
-			failed = freePorts(backend.Ports(be))
+			failed = freePorts(be.Describe().AllPorts())
 		}
 		return failed == nil
 	})

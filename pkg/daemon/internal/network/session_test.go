@@ -52,6 +52,8 @@ func (s starter) Scope() dataplane.Scope {
 	return s.scope(s.env)
 }
 
+func (starter) Describe() backend.Description { return backend.Description{MTU: 1450} }
+
 func (s starter) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	if s.claim != nil {
 		s.claim()

@@ -22,7 +22,7 @@ type Objects struct {
 }
 
 // Of returns the objects of a backend.
-func Of(be backend.Backend) Objects { return Objects{be.Scope(), backend.Leftovers(be)} }
+func Of(be backend.Backend) Objects { return Objects{be.Scope(), be.Describe().Leftovers} }
 
 // In returns the objects of the configuration in env. The result is empty if the backend cannot be
 // created, for example because this version does not know it.

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package backend
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/flanneld/flanneld/pkg/base/endpoint"
+	"github.com/flanneld/flanneld/pkg/base/least"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+)
+
+// Description is what a backend tells about itself before it starts, besides its Scope.
+type Description struct {
+	LeaseType string // type in leases, which may differ from the one in the configuration
+	MTU       int    // result of Network.MTU; zero if it is not known
+	// Ports contains the UDP ports of this host that peers send to, by the type of the backend that receives the packets.
+	Ports map[string][]int
+	// Tunnels contains the packets in which hosts carry the network's packets between addresses of a family, and which
+	// they accept without authenticating the sender.
+	Tunnels   map[prefix.Family][]firewall.Payload
+	Files     []string   // paths of files that no other network of this host may use
+	Leftovers []Leftover // those that may exist
+	// SameLocation is the key of that name. Its Type is empty if the key is missing.
+	SameLocation SameLocation
+	// Inside contains the types of the backends between hosts of one location. It is empty if the configuration has
+	// no locations.
+	Inside []string
+	// CheckPublicEndpoint returns an error if peers of this host cannot send to that name or address. It is nil if
+	// peers send to no names.
+	CheckPublicEndpoint func(endpoint.Named) error
+}
+
+// Join returns the description of a backend that consists of d and other. Its LeaseType is that of d. Peers can send to
+// a public endpoint if they can do that by one of the two.
+func (d Description) Join(other Description) Description {
+	all := Description{
+		LeaseType: d.LeaseType, MTU: least.Of(d.MTU, other.MTU), Ports: union(d.Ports, other.Ports), Tunnels: union(d.Tunnels, other.Tunnels),
+		Files: slices.Concat(d.Files, other.Files), Leftovers: slices.Concat(d.Leftovers, other.Leftovers), Inside: slices.Concat(d.Inside, other.Inside),
+		CheckPublicEndpoint: d.CheckPublicEndpoint,
+	}
+	if d.CheckPublicEndpoint == nil {
+		all.CheckPublicEndpoint = other.CheckPublicEndpoint
+	} else if other.CheckPublicEndpoint != nil {
+		all.CheckPublicEndpoint = func(e endpoint.Named) error {
+			if d.CheckPublicEndpoint(e) == nil {
+				return nil
+			}
+			return other.CheckPublicEndpoint(e)
+		}
+	}
+	return all
+}
+
+func union[K comparable, V any](a, b map[K][]V) map[K][]V {
+	all := map[K][]V{}
+	maps.Copy(all, a)
+	for key, values := range b {
+		all[key] = slices.Concat(all[key], values)
+	}
+	return all
+}
+
+// AllPorts returns the UDP ports of this host that peers send to, sorted.
+func (d Description) AllPorts() (all []int) {
+	for _, ports := range d.Ports {
+		all = append(all, ports...)
+	}
+	slices.Sort(all)
+	return slices.Compact(all)
+}
+
+// SharePort reports whether the kernel lets devices of these two types, as in Description.Ports, listen on one port. It
+// does so for vxlan if their VNIs differ, and both or neither have GBP: see vxlan_find_sock, which compares the flags.
+func SharePort(a, b string) bool { return a == b && strings.HasPrefix(a, "vxlan") }
+
+// CheckPublicEndpoint returns an error if e is not zero, and peers of this host cannot send to e by
+// backend b. configured is the type of b in the configuration.
+func CheckPublicEndpoint(b Backend, configured string, e endpoint.Named) error {
+	check := b.Describe().CheckPublicEndpoint
+	if e.IsZero() {
+		return nil
+	}
+	if check == nil {
+		return fmt.Errorf("the backend %s does not send to names: expected wireguard as Backend.Type", configured)
+	}
+	return check(e)
+}
+
+// CheckLocations returns an error if hosts with backend b cannot have locations. configured is the
+// type of b in the configuration.
+func CheckLocations(b Backend, configured string) error {
+	if len(b.Describe().Inside) > 0 {
+		return nil
+	}
+	return fmt.Errorf("the backend %s has no locations: expected wireguard with SameLocation as Backend", configured)
+}
+
+// Checker is a Backend that can find out before Start whether the host has what it needs.
+type Checker interface {
+	// Usable returns an error if the host lacks something that Start needs, such as a kernel
+	// module. It may create and delete a device.
+	Usable(ctx context.Context) error
+}
+
+// Usable returns an error if b finds out that it cannot start on this host. It returns nil if b is
+// not a Checker.
+func Usable(ctx context.Context, b Backend) error {
+	if c, ok := b.(Checker); ok {
+		return c.Usable(ctx)
+	}
+	return nil
+}
