@@ -3,8 +3,7 @@
 // Package alivpc lets the routers of a VPC of Alibaba Cloud carry the packets of pods. Each host has
 // a route to its subnet in the route table of its vSwitch. These packets need no tunnel.
 //
-//   - alivpc.go creates the backend.CloudBackend. config.go is the Backend object of the
-//     configuration.
+//   - alivpc.go creates the backend.CloudBackend from a backend.KeyedCloud.
 //   - vpc.go implements cloud.Cloud. entries.go has the routes and the instances of the API; it is pure.
 //   - rpc.go makes the calls of the API, and sorts their errors.
 //   - connect.go finds the region, the instance, the vSwitch and the keys.
@@ -21,9 +20,13 @@ import (
 // Type is the backend's name in the configuration.
 const Type = "ali-vpc"
 
+// Defaults returns the keys of Backend with their defaults, as a struct. The reference in
+// the documentation is generated from it and from the comments of its fields.
+func Defaults() any { return backend.KeyedCloud{} }
+
 // New is the backend's factory.
 func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
-	c, warnings, err := parseConfig(raw)
+	c, warnings, err := backend.ParseKeyedCloud(raw)
 	if err != nil {
 		return nil, nil, err
 	}

@@ -7,20 +7,20 @@ import (
 	"net/netip"
 	"os"
 
+	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, error) {
-	metadata, err := access.Endpoint("ALIBABA_CLOUD_METADATA_ENDPOINT", "http://100.100.100.200")
+func connect(ctx context.Context, cfg backend.KeyedCloud, calls *cloud.Calls) (*client, error) {
+	address, err := access.Endpoint("ALIBABA_CLOUD_METADATA_ENDPOINT", "http://100.100.100.200")
 	if err != nil {
 		return nil, err
 	}
+	metadata := &access.Metadata{Cloud: name, Page: page, URL: address, Roles: "ram/security-credentials/", Session: "X-aliyun-ecs-metadata-token"}
 	c := &client{
-		Client: access.Client{HTTP: transport.NewClient(), Calls: calls, Metadata: &access.Metadata{
-			Cloud: name, Page: page, URL: metadata, Roles: "ram/security-credentials/", Session: "X-aliyun-ecs-metadata-token",
-		}},
+		Client: access.Client{HTTP: transport.NewClient(), Calls: calls, Renew: metadata.Renew}, metadata: metadata,
 		vpc: service{name: "vpc", version: "2016-04-28"},
 		ecs: service{name: "ecs", version: "2014-05-26"},
 	}
@@ -29,14 +29,14 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 		path string
 		to   *string
 	}{{"region-id", &c.region}, {"instance-id", &c.instance}} {
-		if *value.to, err = c.Metadata.Read(ctx, value.path); err != nil {
+		if *value.to, err = c.metadata.Read(ctx, value.path); err != nil {
 			return nil, err
 		}
 	}
 
 	// flannel reads the first two environment variables, and programs of Alibaba Cloud the others.
-	c.Keys = access.First(c.Metadata.Keys,
-		cfg.keys(),
+	c.Keys = access.First(c.metadata.Keys,
+		cfg.Keys(),
 		access.Keys{ID: os.Getenv("ACCESS_KEY_ID"), Secret: os.Getenv("ACCESS_KEY_SECRET")},
 		access.Keys{ID: os.Getenv("ALIBABA_CLOUD_ACCESS_KEY_ID"), Secret: os.Getenv("ALIBABA_CLOUD_ACCESS_KEY_SECRET"), Token: os.Getenv("ALIBABA_CLOUD_SECURITY_TOKEN")},
 	)
@@ -58,10 +58,10 @@ func ecsHost(region string) string {
 }
 
 func (c *client) ownVSwitch(ctx context.Context, addresses []netip.Addr) (id string, primary bool, err error) {
-	found, err := c.Metadata.Find(ctx, addresses, "private-ipv4s", "ipv6s")
+	found, err := c.metadata.Find(ctx, addresses, "private-ipv4s", "ipv6s")
 	if err != nil {
 		return "", false, err
 	}
-	id, err = c.Metadata.Read(ctx, found.Path("vswitch-id"))
+	id, err = c.metadata.Read(ctx, found.Path("vswitch-id"))
 	return id, found.Primary, err
 }

@@ -31,6 +31,7 @@ type service struct{ name, version, endpoint string }
 // client makes calls of the RPC style: parameters in the URL, and answers in JSON.
 type client struct {
 	access.Client
+	metadata *access.Metadata
 	region   string
 	instance string // id
 	vpc, ecs service

@@ -223,21 +223,18 @@ func (v *vpc) states(ctx context.Context, ids []string) (map[string]cloud.State,
 
 func (v *vpc) list(ctx context.Context) (all []entry, err error) {
 	params := url.Values{"RouteTableId": {v.table}, "MaxResult": {strconv.Itoa(pageSize)}}
-	for {
+	err = transport.Pages(params, "NextToken", func() (string, error) {
 		var answer struct {
 			Entries struct {
 				All []entry `json:"RouteEntry"`
 			} `json:"RouteEntrys"`
 			NextToken string
 		}
-		if err := v.api.call(ctx, v.api.vpc, "DescribeRouteEntryList", params, &answer); err != nil {
-			return nil, err
-		}
+		err := v.api.call(ctx, v.api.vpc, "DescribeRouteEntryList", params, &answer)
 		all = append(all, answer.Entries.All...)
-		if more, err := transport.TurnPage(params, "NextToken", answer.NextToken); !more {
-			return all, err
-		}
-	}
+		return answer.NextToken, err
+	})
+	return all, err
 }
 
 func (v *vpc) instances(ctx context.Context, ids []string) (map[string]instance, error) {
@@ -257,24 +254,19 @@ func (v *vpc) instances(ctx context.Context, ids []string) (map[string]instance,
 // describe adds the instances that params choose to all, by id.
 func (v *vpc) describe(ctx context.Context, params url.Values, all map[string]instance) error {
 	params.Set("MaxResults", strconv.Itoa(pageSize))
-	for {
+	return transport.Pages(params, "NextToken", func() (string, error) {
 		var answer struct {
 			Instances struct {
 				All []instance `json:"Instance"`
 			} `json:"Instances"`
 			NextToken string
 		}
-		if err := v.api.call(ctx, v.api.ecs, "DescribeInstances", params, &answer); err != nil {
-			return err
-		}
-
+		err := v.api.call(ctx, v.api.ecs, "DescribeInstances", params, &answer)
 		for _, i := range answer.Instances.All {
 			all[i.ID] = i
 		}
-		if more, err := transport.TurnPage(params, "NextToken", answer.NextToken); !more {
-			return err
-		}
-	}
+		return answer.NextToken, err
+	})
 }
 
 func duplicate(err error) bool {

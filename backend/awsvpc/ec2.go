@@ -263,16 +263,13 @@ func interfaceOf(interfaces map[netip.Addr]networkInterface, h cloud.Host) (n ne
 }
 
 func describeInstances(ctx context.Context, api *client, params url.Values) (all []instance, err error) {
-	for {
+	err = transport.Pages(params, "NextToken", func() (string, error) {
 		var answer instanceAnswer
-		if err := api.call(ctx, "DescribeInstances", params, &answer); err != nil {
-			return nil, err
-		}
+		err := api.call(ctx, "DescribeInstances", params, &answer)
 		all = append(all, answer.Instances...)
-		if more, err := transport.TurnPage(params, "NextToken", answer.NextToken); !more {
-			return all, err
-		}
-	}
+		return answer.NextToken, err
+	})
+	return all, err
 }
 
 // Tables implements cloud.Cloud. It must be called after Join or Check.
@@ -404,16 +401,13 @@ func filterParams(filters map[string][]string) url.Values {
 }
 
 func (v *vpc) describeTables(ctx context.Context, params url.Values) (all []routeTable, err error) {
-	for {
+	err = transport.Pages(params, "NextToken", func() (string, error) {
 		var answer tableAnswer
-		if err := v.api.call(ctx, "DescribeRouteTables", params, &answer); err != nil {
-			return nil, err
-		}
+		err := v.api.call(ctx, "DescribeRouteTables", params, &answer)
 		all = append(all, answer.Tables...)
-		if more, err := transport.TurnPage(params, "NextToken", answer.NextToken); !more {
-			return all, err
-		}
-	}
+		return answer.NextToken, err
+	})
+	return all, err
 }
 
 // table leaves out the routes whose destination is not a prefix.

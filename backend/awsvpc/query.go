@@ -7,7 +7,6 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/xml"
-	"errors"
 	"fmt"
 	"maps"
 	"net/http"
@@ -31,36 +30,24 @@ const (
 
 // client makes calls of EC2's Query API. A call is a signed form, and its answer is XML.
 type client struct {
-	http        *http.Client
-	signer      *v4.Signer
-	credentials aws.CredentialsProvider
-	calls       *cloud.Calls
-	region      string
-	endpoint    string // URL
+	access.Client
+	signer   *v4.Signer
+	region   string
+	endpoint string // URL
 }
 
 // call repeats a throttled call a few times. answer may be nil.
 func (c *client) call(ctx context.Context, action string, params url.Values, answer any) error {
-	return c.calls.Make(ctx, action, action, func() error { return c.once(ctx, action, params, answer) })
+	return c.Make(ctx, action, action, func(k access.Keys) error { return c.once(ctx, k, action, params, answer) })
 }
 
 // try makes a dry run of a call. It adds a parameter to params.
 func (c *client) try(ctx context.Context, action string, params url.Values) error {
 	params.Set("DryRun", "true")
-	return c.calls.Make(ctx, action+" (dry run)", action, func() error { return c.once(ctx, action, params, nil) })
+	return c.Make(ctx, action+" (dry run)", action, func(k access.Keys) error { return c.once(ctx, k, action, params, nil) })
 }
 
-func (c *client) once(ctx context.Context, action string, params url.Values, answer any) error {
-	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
-	defer cancel()
-	credentials, err := c.credentials.Retrieve(ctx)
-	if errors.Is(err, errNoRole) {
-		return errNoRole
-	}
-	if err != nil {
-		return fmt.Errorf("%w: get credentials, which an instance has by its role: %s", cloud.ErrUnavailable, transport.Reason(err))
-	}
-
+func (c *client) once(ctx context.Context, k access.Keys, action string, params url.Values, answer any) error {
 	form := url.Values{"Action": {action}, "Version": {apiVersion}}
 	maps.Copy(form, params)
 	body := form.Encode()
@@ -70,11 +57,12 @@ func (c *client) once(ctx context.Context, action string, params url.Values, ans
 	}
 	req.Header.Set("Content-Type", "application/x-www-form-urlencoded; charset=utf-8")
 	sum := sha256.Sum256([]byte(body))
+	credentials := aws.Credentials{AccessKeyID: k.ID, SecretAccessKey: k.Secret, SessionToken: k.Token}
 	if err := c.signer.SignHTTP(ctx, credentials, req, hex.EncodeToString(sum[:]), "ec2", c.region, time.Now()); err != nil {
 		return fmt.Errorf("sign the call: %w", err)
 	}
 
-	status, text, err := transport.Send(c.http, req)
+	status, text, err := transport.Send(c.HTTP, req)
 	if err != nil {
 		return err
 	}

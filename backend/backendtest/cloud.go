@@ -29,7 +29,12 @@ import (
 // contains an access key, because that key causes one.
 func Cloud(t *testing.T, factory backend.Factory, raw string, families ...prefix.Family) *backend.CloudBackend {
 	t.Helper()
-	b, warnings, err := factory([]byte(raw), Env(1500, families...))
+	return cloudIn(t, factory, raw, Env(1500, families...))
+}
+
+func cloudIn(t *testing.T, factory backend.Factory, raw string, env backend.Env) *backend.CloudBackend {
+	t.Helper()
+	b, warnings, err := factory([]byte(raw), env)
 	if err != nil || len(warnings) > 0 && !strings.Contains(raw, "AccessKey") {
 		t.Fatalf("warnings %q, error %v", warnings, err)
 	}
@@ -42,11 +47,7 @@ func CloudOn(t *testing.T, factory backend.Factory, network string) *backend.Clo
 	t.Helper()
 	env := Env(1500, prefix.IPv4)
 	env.Config.Networks = []subnet.Network{{Prefix: netip.MustParsePrefix(network)}}
-	b, _, err := factory([]byte(`{}`), env)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return b.(*backend.CloudBackend)
+	return cloudIn(t, factory, `{}`, env)
 }
 
 // CloudAt returns the cloud of the IPv4 host with that address, after Join.
@@ -54,11 +55,7 @@ func CloudAt(t *testing.T, factory backend.Factory, address netip.Addr) cloud.Cl
 	t.Helper()
 	env := Env(1500, prefix.IPv4)
 	env.Underlay.Addrs[0] = underlay.Address{Local: address, Public: address}
-	b, _, err := factory([]byte(`{}`), env)
-	if err != nil {
-		t.Fatal(err)
-	}
-	c := b.(*backend.CloudBackend).Cloud
+	c := cloudIn(t, factory, `{}`, env).Cloud
 	if _, err := c.Join(t.Context()); err != nil {
 		t.Fatal(err)
 	}

@@ -174,29 +174,20 @@ func (v *vpc) rivals(r route) bool {
 func (v *vpc) list(ctx context.Context) (all []route, err error) {
 	// The filter compares the URL of the network with a regular expression.
 	query := url.Values{"filter": {fmt.Sprintf(`network eq ".*/%s"`, v.table)}, "maxResults": {strconv.Itoa(pageSize)}}
-	for {
+	err = transport.Pages(query, "pageToken", func() (string, error) {
 		var answer struct {
 			Items []route `json:"items"`
 			Next  string  `json:"nextPageToken"`
 		}
-		if err := v.api.call(ctx, v.api.at("routes.list", http.MethodGet, "global/routes?"+query.Encode(), nil), &answer); err != nil {
-			return nil, err
-		}
-
+		err := v.api.call(ctx, v.api.at("routes.list", http.MethodGet, "global/routes?"+query.Encode(), nil), &answer)
 		for _, r := range answer.Items {
 			if path.Base(r.Network) == v.table && r.dst().IsValid() {
 				all = append(all, r)
 			}
 		}
-
-		more, err := transport.TurnPage(query, "pageToken", answer.Next)
-		if err != nil {
-			return nil, fmt.Errorf("routes.list: %w", err)
-		}
-		if !more {
-			return all, nil
-		}
-	}
+		return answer.Next, err
+	})
+	return all, err
 }
 
 // leadingTo returns the static routes to dst that count for all instances.

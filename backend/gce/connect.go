@@ -15,6 +15,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
@@ -48,9 +49,10 @@ func confidential(text string) bool {
 }
 
 func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, error) {
+	me := &identity{service: metadata.NewClient(transport.NewDirect())}
 	c := &client{
-		identity: identity{service: metadata.NewClient(transport.NewDirect())}, endpoints: at, http: transport.NewClient(), calls: calls,
-		poll: wait.Backoff{Least: leastPoll, Most: mostPoll},
+		Client:   access.Client{Keys: me.bearer, Renew: me.forget, HTTP: transport.NewClient(), Calls: calls},
+		identity: me, endpoints: at, poll: wait.Backoff{Least: leastPoll, Most: mostPoll},
 	}
 
 	for _, value := range []struct {

@@ -30,6 +30,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/schema"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
@@ -491,9 +492,10 @@ func TestFleet(t *testing.T) {
 	cloudtest.Connectionless(t, s)
 	cloudtest.Live(t, cloudtest.Fleet{
 		Start: func(t *testing.T, _, number int, address netip.Addr) cloud.Cloud {
+			me := &identity{service: metadata.NewClient(&http.Client{Transport: cloudtest.InProcess{Handler: s.Metadata(s.AddInstance(number, address).Name)}})}
 			c := &client{
-				identity:  identity{service: metadata.NewClient(&http.Client{Transport: cloudtest.InProcess{Handler: s.Metadata(s.AddInstance(number, address).Name)}})},
-				endpoints: endpoints{compute: "https://compute.googleapis.com/compute/v1/"}, http: transport.NewClient(), calls: &cloud.Calls{},
+				Client:   access.Client{Keys: me.bearer, Renew: me.forget, HTTP: transport.NewClient(), Calls: &cloud.Calls{}},
+				identity: me, endpoints: endpoints{compute: "https://compute.googleapis.com/compute/v1/"},
 				poll: wait.Backoff{Least: leastPoll, Most: mostPoll}, project: gcetest.Project, number: gcetest.Number, zone: gcetest.Zone,
 				instance: fmt.Sprintf("host-%d", number),
 			}

@@ -10,25 +10,23 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"cloud.google.com/go/compute/metadata"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 const tokenReserve = time.Minute
 
-// identity asks the metadata service about this host, and keeps the token that it gets there. It is
-// safe for concurrent use.
+// identity asks the metadata service about this host, and keeps the token that it gets there. Only one
+// goroutine at a time may use it.
 type identity struct {
 	service *metadata.Client
-
-	mu    sync.Mutex // protects token and until; locked while bearer reads a token
-	token string
-	until time.Time // when bearer reads a new token
+	token   string
+	until   time.Time // when bearer reads a new token
 }
 
 // read returns a metadata.NotDefinedError if there is no such value. Other errors wrap
@@ -52,38 +50,32 @@ func (i *identity) read(ctx context.Context, name string) (string, error) {
 // account is the path of the service account of the instance.
 const account = "instance/service-accounts/default/"
 
-// bearer returns a token of the service account of the instance.
-func (i *identity) bearer(ctx context.Context) (string, error) {
-	i.mu.Lock()
-	defer i.mu.Unlock()
+// bearer returns a token of the service account of the instance. It is an access.Provider.
+func (i *identity) bearer(ctx context.Context) (access.Keys, error) {
 	if i.token != "" && time.Now().Before(i.until) {
-		return i.token, nil
+		return access.Keys{Token: i.token}, nil
 	}
 
 	text, err := i.read(ctx, account+"token")
 	if err != nil {
-		return "", withoutAccount(err)
+		return access.Keys{}, withoutAccount(err)
 	}
 	var answer struct {
 		Token   string `json:"access_token"`
 		Seconds int    `json:"expires_in"`
 	}
 	if json.Unmarshal([]byte(text), &answer) != nil || answer.Token == "" {
-		return "", fmt.Errorf("%w: the metadata service has sent no token", cloud.ErrUnavailable)
+		return access.Keys{}, fmt.Errorf("%w: the metadata service has sent no token", cloud.ErrUnavailable)
 	}
 
 	// The metadata service has a new token some minutes before the old one expires.
 	i.token = answer.Token
 	i.until = time.Now().Add(time.Duration(answer.Seconds)*time.Second - tokenReserve)
-	return i.token, nil
+	return access.Keys{Token: i.token}, nil
 }
 
 // forget makes bearer ask for a new token.
-func (i *identity) forget() {
-	i.mu.Lock()
-	defer i.mu.Unlock()
-	i.token = ""
-}
+func (i *identity) forget() { i.token = "" }
 
 // withoutAccount says what to do if err means that the instance has no service account.
 func withoutAccount(err error) error {

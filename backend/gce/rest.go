@@ -19,6 +19,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
@@ -40,10 +41,9 @@ type endpoints struct {
 
 // client makes calls of the Compute API for the instance of this host.
 type client struct {
-	identity
+	access.Client
+	*identity
 	endpoints
-	http     *http.Client
-	calls    *cloud.Calls
 	poll     wait.Backoff // the pauses between two calls that ask for the status of an operation
 	project  string
 	number   string // of the project
@@ -63,27 +63,10 @@ func (c *client) at(name, method, path string, body any) request {
 
 // call repeats a throttled call a few times.
 func (c *client) call(ctx context.Context, r request, answer any) error {
-	return c.calls.Make(ctx, r.name, r.name, func() error {
-		err := c.once(ctx, r, answer)
-		if isStatus(err, http.StatusUnauthorized) {
-			c.forget() // the metadata service may have a new token
-			err = c.once(ctx, r, answer)
-		}
-		if isStatus(err, http.StatusUnauthorized) {
-			err = fmt.Errorf("Google %w of the service account: %w", cloud.ErrKeys, err)
-		}
-		return err
-	})
+	return c.Make(ctx, r.name, r.name, func(k access.Keys) error { return c.once(ctx, k, r, answer) })
 }
 
-func (c *client) once(ctx context.Context, r request, answer any) error {
-	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
-	defer cancel()
-	token, err := c.bearer(ctx)
-	if err != nil {
-		return err
-	}
-
+func (c *client) once(ctx context.Context, k access.Keys, r request, answer any) error {
 	var body io.Reader
 	if r.body != nil {
 		text, err := json.Marshal(r.body)
@@ -97,20 +80,17 @@ func (c *client) once(ctx context.Context, r request, answer any) error {
 	if err != nil {
 		return err
 	}
-	req.Header.Set("Authorization", "Bearer "+token)
+	req.Header.Set("Authorization", "Bearer "+k.Token)
 	req.Header.Set("Content-Type", "application/json")
 
-	status, text, err := transport.Send(c.http, req)
+	status, text, err := transport.Send(c.HTTP, req)
 	if err != nil {
 		return err
 	}
 	if status != http.StatusOK {
 		return classify(r.name, decodeError(status, text))
 	}
-	if err := json.Unmarshal(text, answer); err != nil {
-		return fmt.Errorf("decode the answer: %w", err)
-	}
-	return nil
+	return access.Decode(text, answer)
 }
 
 // operation is a change in progress.
@@ -208,6 +188,8 @@ func decodeError(status int, text []byte) *apiError {
 func classify(name string, e *apiError) error {
 	is := func(reasons ...string) bool { return slices.Contains(reasons, e.Reason) }
 	switch {
+	case e.Status == http.StatusUnauthorized:
+		return fmt.Errorf("Google %w of the service account: %w", cloud.ErrKeys, e)
 	case is("rateLimitExceeded", "userRateLimitExceeded", "RATE_LIMIT_EXCEEDED") || e.Status == http.StatusTooManyRequests:
 		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Reason)
 	case is("quotaExceeded", "limitExceeded", "QUOTA_EXCEEDED", "LIMIT_EXCEEDED"):

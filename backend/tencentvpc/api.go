@@ -30,6 +30,7 @@ type service struct{ name, version, endpoint string }
 // client makes calls of the API 3.0: JSON in both directions.
 type client struct {
 	access.Client
+	metadata *access.Metadata
 	region   string
 	vpc, cvm service
 }

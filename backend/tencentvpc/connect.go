@@ -9,24 +9,24 @@ import (
 	"os"
 	"strings"
 
+	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, error) {
-	metadata, err := access.Endpoint("TENCENTCLOUD_METADATA_ENDPOINT", "http://metadata.tencentyun.com")
+func connect(ctx context.Context, cfg backend.KeyedCloud, calls *cloud.Calls) (*client, error) {
+	address, err := access.Endpoint("TENCENTCLOUD_METADATA_ENDPOINT", "http://metadata.tencentyun.com")
 	if err != nil {
 		return nil, err
 	}
+	metadata := &access.Metadata{Cloud: name, Page: page, URL: address, Roles: "cam/security-credentials/"}
 	c := &client{
-		Client: access.Client{HTTP: transport.NewClient(), Calls: calls, Metadata: &access.Metadata{
-			Cloud: name, Page: page, URL: metadata, Roles: "cam/security-credentials/",
-		}},
+		Client: access.Client{HTTP: transport.NewClient(), Calls: calls, Renew: metadata.Renew}, metadata: metadata,
 		vpc: service{name: "vpc", version: "2017-03-12"},
 		cvm: service{name: "cvm", version: "2017-03-12"},
 	}
-	if c.region, err = c.Metadata.Read(ctx, "placement/region"); err != nil {
+	if c.region, err = c.metadata.Read(ctx, "placement/region"); err != nil {
 		return nil, err
 	}
 
@@ -42,8 +42,8 @@ func connect(ctx context.Context, cfg config, calls *cloud.Calls) (*client, erro
 	}
 
 	// flannel reads the first two environment variables, and programs of Tencent Cloud the others.
-	c.Keys = access.First(c.Metadata.Keys,
-		cfg.keys(),
+	c.Keys = access.First(c.metadata.Keys,
+		cfg.Keys(),
 		access.Keys{ID: os.Getenv("ACCESS_KEY_ID"), Secret: os.Getenv("ACCESS_KEY_SECRET")},
 		access.Keys{ID: os.Getenv("TENCENTCLOUD_SECRET_ID"), Secret: os.Getenv("TENCENTCLOUD_SECRET_KEY"), Token: os.Getenv("TENCENTCLOUD_TOKEN")},
 	)
@@ -58,7 +58,7 @@ type place struct {
 
 // find returns the place of the external interface, which must be the primary one of the instance.
 func (c *client) find(ctx context.Context, addresses []netip.Addr) (p place, err error) {
-	found, err := c.Metadata.Find(ctx, addresses, "primary-local-ipv4", "local-ipv4s/")
+	found, err := c.metadata.Find(ctx, addresses, "primary-local-ipv4", "local-ipv4s/")
 	if err != nil {
 		return place{}, err
 	}
@@ -67,9 +67,9 @@ func (c *client) find(ctx context.Context, addresses []netip.Addr) (p place, err
 	}
 
 	p.address = found.Address
-	if p.vpc, err = c.Metadata.Read(ctx, found.Path("vpc-id")); err != nil {
+	if p.vpc, err = c.metadata.Read(ctx, found.Path("vpc-id")); err != nil {
 		return place{}, err
 	}
-	p.subnet, err = c.Metadata.Read(ctx, found.Path("subnet-id"))
+	p.subnet, err = c.metadata.Read(ctx, found.Path("subnet-id"))
 	return p, err
 }

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/backendtest"
 	"github.com/flanneld/flanneld/backend/tencentvpc/tencenttest"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
@@ -248,7 +249,7 @@ func TestEndpoints(t *testing.T) {
 		t.Setenv(vpcName, "")
 		t.Setenv(cvmName, "")
 		t.Setenv(metadataName, cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, region) })))
-		c, err := connect(t.Context(), config{}, &cloud.Calls{})
+		c, err := connect(t.Context(), backend.KeyedCloud{}, &cloud.Calls{})
 		if err != nil || c.vpc.endpoint != want[0] || c.cvm.endpoint != want[1] {
 			t.Errorf("%s: client %+v, error %v, want %v", region, c, err, want)
 		}

@@ -6,11 +6,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"slices"
 	"time"
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
@@ -19,109 +21,92 @@ import (
 // removes others, and can put them again only after all removals.
 const removalTime = time.Minute
 
-// actor makes the calls of a keeper, and act those of one comparison.
-type actor struct {
-	KeeperConfig
-	leases   *leases
-	reporter *reporter
-	right    map[Route]bool // plan.right of the last comparison
+// comparison compares the tables with the wanted routes, and makes the calls.
+type comparison struct {
+	*Keeper
+	view     view
+	right    map[Route]bool  // wanted routes that the tables had when they were read
+	before   map[Route]bool  // those that they had at the comparison before this one
+	problems problems        // why there are no right routes to some destinations
+	full     map[place]error // errors of full quotas
+	missing  map[place]int   // routes without a place
+	wrote    int             // calls that have succeeded
+	more     bool            // removals are left for the next comparison
+	stopped  bool            // further calls would fail as well
+	removed  error           // errors of removals
 }
 
-type act struct {
-	*actor
-	view    view
-	planned *plan
-	before  map[Route]bool  // wanted routes that the tables had at the comparison before this one
-	full    map[place]error // errors of full quotas
-	missing map[place]int   // routes without a place
-	wrote   int             // calls that have succeeded
-	more    bool            // removals are left for the next comparison
-	stopped bool            // further calls would fail as well
-	removed error           // errors of removals
-}
-
-// compared is what the calls of a comparison have achieved.
-type compared struct {
-	wrote int                 // calls that have succeeded
-	since map[Route]time.Time // for the next view
-	again time.Duration       // when to compare again; 0 if the resync period is soon enough
-	err   error               // not about a single wanted route
-}
-
-// run decides by v, and makes the calls. It sets planned.right and planned.problems, and updates the
-// tables of v.
-func (a *actor) run(ctx context.Context, v view, planned *plan) compared {
-	s := &act{actor: a, view: v, planned: planned, before: a.right, full: map[place]error{}, missing: map[place]int{}}
-	planned.right = present(v.tables, planned.wanted)
-	a.right = planned.right
-
-	steps, since, again := decide(v)
-	s.make(ctx, steps, since)
+// run decides by the view, and makes the calls. It updates the tables of the view. For since and again see decide.
+func (c *comparison) run(ctx context.Context) (since map[Route]time.Time, again time.Duration) {
+	c.full = map[place]error{}
+	c.missing = map[place]int{}
+	steps, since, again := decide(c.view)
+	c.make(ctx, steps, since)
 
 	// A table has no place for a route. Decide again: routes of instances that are gone then go first.
-	if len(s.missing) > 0 && !s.stopped {
-		s.view.full = s.missing
-		s.view.since = since
-		s.view.now = time.Now()
-		steps, since, again = decide(s.view)
-		if steps[0].verb == remove && s.view.full[placeOf(steps[0].Route)] > 0 {
-			planned.problems = nil
-			s.full = map[place]error{}
-			s.missing = map[place]int{}
+	if len(c.missing) > 0 && !c.stopped {
+		c.view.full = c.missing
+		c.view.since = since
+		c.view.now = time.Now()
+		steps, since, again = decide(c.view)
+		if steps[0].verb == remove && c.view.full[placeOf(steps[0].Route)] > 0 {
+			c.problems = nil
+			c.full = map[place]error{}
+			c.missing = map[place]int{}
 		} else {
 			steps = slices.DeleteFunc(steps, func(one step) bool { return one.verb != remove })
 		}
-		s.make(ctx, steps, since)
+		c.make(ctx, steps, since)
 	}
 
-	if s.more {
-		again = earlier(again, min(leastConfirm, a.Resync))
+	if c.more {
+		again = least.Of(again, min(leastConfirm, c.Resync))
 	}
-	return compared{s.wrote, since, again, s.removed}
+	return since, again
 }
 
-func (s *act) make(ctx context.Context, steps []step, since map[Route]time.Time) {
+func (c *comparison) make(ctx context.Context, steps []step, since map[Route]time.Time) {
 	limited, cancel := context.WithTimeout(ctx, removalTime)
 	defer cancel()
 	for _, one := range steps {
 		switch {
-		case s.stopped:
+		case c.stopped:
 			return
 		case one.verb == refuse:
-			s.planned.problems.add(one.Dst, "leave route "+one.was.String(), one.reason)
+			c.problems.add(one.Dst, "leave route "+one.was.String(), one.reason)
 		case one.verb != remove:
-			s.put(ctx, one)
-		case len(s.missing) > 0 && s.view.full == nil: // run decides about removals again
+			c.put(ctx, one)
+		case len(c.missing) > 0 && c.view.full == nil: // run decides about removals again
 			return
 		default:
-			s.remove(limited, one, since)
+			c.remove(limited, one, since)
 		}
 	}
 }
 
 // put makes no call if the quota is known to be full.
-func (s *act) put(ctx context.Context, one step) {
+func (c *comparison) put(ctx context.Context, one step) {
 	at := placeOf(one.Route)
-	err := s.full[at]
+	err := c.full[at]
 	if err == nil || one.verb == replace {
-		err = explainQuota(s.Cloud.Put(ctx, one.Route, one.verb == replace), one.Route, s.view.tables)
+		err = explainQuota(c.Cloud.Put(ctx, one.Route, one.verb == replace), one.Route, c.view.tables)
 	}
 	if err != nil {
 		if _, ok := errors.AsType[*QuotaError](err); ok && one.verb == create {
-			s.full[at] = err
-			s.missing[at]++
+			c.full[at] = err
+			c.missing[at]++
 		}
-		s.planned.problems.add(one.Dst, "put route "+one.Route.String(), err)
-		s.stopped = Transient(err) && !errors.Is(err, ErrExists) // the next call would fail as well
+		c.problems.add(one.Dst, "put route "+one.Route.String(), err)
+		c.stopped = Transient(err) && !errors.Is(err, ErrExists) // the next call would fail as well
 		return
 	}
 
-	s.wrote++
-	if s.before[one.Route] {
-		s.reporter.repair()
+	c.wrote++
+	if c.before[one.Route] {
+		c.reporter.repair()
 	}
-	for i := range s.view.tables {
-		if t := &s.view.tables[i]; t.ID == one.Table {
+	for i := range c.view.tables {
+		if t := &c.view.tables[i]; t.ID == one.Table {
 			t.Routes = slices.DeleteFunc(t.Routes, func(have Route) bool { return have.Dst == one.Dst && have.ours() })
 			t.Routes = append(t.Routes, one.Route)
 		}
@@ -134,27 +119,27 @@ func (s *act) put(ctx context.Context, one step) {
 }
 
 // remove removes a route, also from the tables and from since.
-func (s *act) remove(ctx context.Context, one step, since map[Route]time.Time) {
+func (c *comparison) remove(ctx context.Context, one step, since map[Route]time.Time) {
 	if ctx.Err() != nil {
-		s.more = true
+		c.more = true
 		return
 	}
 
 	// The calls before this one took time. Is the reason still true?
-	s.view.hosts, s.view.known = s.leases.hosts()
-	if why, _, _ := s.view.useless(one.Route); why == "" && one.why != whyGone {
+	c.view.hosts, c.view.known = c.leases.hosts()
+	if why, _, _ := c.view.useless(one.Route); why == "" && one.why != whyGone {
 		return
 	}
 
-	if err := s.Cloud.Remove(ctx, one.Route); err != nil {
-		s.removed = oneline.Join(s.removed, fmt.Errorf("remove route %s: %w", one.Route, err))
-		s.stopped = Transient(err) // the next call would fail as well
+	if err := c.Cloud.Remove(ctx, one.Route); err != nil {
+		c.removed = oneline.Join(c.removed, fmt.Errorf("remove route %s: %w", one.Route, err))
+		c.stopped = Transient(err) // the next call would fail as well
 		return
 	}
 	klog.FromContext(ctx).Info("removed a route of the cloud", "route", one.Route.String(), "reason", one.why)
 	delete(since, one.Route)
-	for i := range s.view.tables {
-		t := &s.view.tables[i]
+	for i := range c.view.tables {
+		t := &c.view.tables[i]
 		t.Routes = slices.DeleteFunc(t.Routes, func(have Route) bool { return have == one.Route })
 	}
 }
@@ -172,4 +157,40 @@ func explainQuota(err error, r Route, tables []Table) error {
 		}
 	}
 	return err
+}
+
+type problems []problem
+
+type problem struct {
+	dst    netip.Prefix
+	action string // the action that has failed, with its route
+	err    error
+}
+
+func (p *problems) add(dst netip.Prefix, action string, err error) {
+	*p = append(*p, problem{dst, action, err})
+}
+
+func (p problems) error() error {
+	var errs []error
+	for _, one := range p {
+		errs = append(errs, fmt.Errorf("%s: %w", one.action, one.err))
+	}
+	return oneline.Join(errs...)
+}
+
+func present(tables []Table, wanted []want) map[Route]bool {
+	right := map[Route]bool{}
+	for _, t := range tables {
+		all := map[Route]bool{}
+		for _, w := range wanted {
+			all[w.in(t.ID)] = true
+		}
+		for _, r := range t.Routes {
+			if all[r] {
+				right[r] = true
+			}
+		}
+	}
+	return right
 }

@@ -7,8 +7,8 @@
 //     cloudtest checks the implementations. errors.go has the errors and their kinds.
 //   - life.go decides which routes are created, replaced, removed and left. It is pure, and the same for all clouds.
 //   - keeper.go has the Keeper, a loop that reads the tables, decides, and makes the calls. config.go has its
-//     settings, and peers.go is what it knows of the leases. plan.go is what one comparison wants. act.go makes the
-//     calls, and report.go is what the Keeper reports.
+//     settings, and peers.go is what it knows of the leases. act.go makes one comparison and its calls, and report.go is
+//     what the Keeper reports.
 //   - look.go has what several clouds need to describe and to check tables.
 //   - calls.go counts calls, and repeats those that the cloud has refused because there were too many.
 //   - mark.go is the mark of a cluster in the descriptions of its routes.

@@ -15,6 +15,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/loop"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/wait"
@@ -33,21 +34,19 @@ type Keeper struct {
 	confirm  wait.Backoff  // pauses after writes, before the tables are read again
 	lasting  wait.Backoff  // pauses after errors that need an operator
 	leases   *leases
-	actor    actor
 	reporter *reporter
 	factor   float64              // of the grace periods of routes
 	since    map[Route]time.Time  // see decide
+	right    map[Route]bool       // wanted routes that the tables had at the last comparison
 	apart    map[string]time.Time // since when no route leads to a host, by Host.name
 	overlaps string               // routes in the network that were logged last
 }
 
 // NewKeeper returns a Keeper. The caller runs it.
 func NewKeeper(c KeeperConfig) *Keeper {
-	l := &leases{own: c.Own, connected: c.Connected}
-	r := &reporter{}
 	k := &Keeper{
-		KeeperConfig: c, first: make(chan struct{}), leases: l, reporter: r,
-		actor: actor{KeeperConfig: c, leases: l, reporter: r}, factor: 1 + 2*rand.Float64(),
+		KeeperConfig: c, first: make(chan struct{}), leases: &leases{own: c.Own, connected: c.Connected}, reporter: &reporter{},
+		factor: 1 + 2*rand.Float64(),
 	}
 
 	k.confirm = wait.Backoff{Least: min(leastConfirm, c.Resync), Most: c.Resync}
@@ -73,7 +72,7 @@ func (k *Keeper) next(err error, again time.Duration) error {
 		return err
 	}
 	if err != nil {
-		again = earlier(k.lasting.Next(), again)
+		again = least.Of(k.lasting.Next(), again)
 	} else {
 		k.lasting.Reset()
 	}
@@ -131,29 +130,30 @@ func (k *Keeper) compare(ctx context.Context) (again time.Duration, err error) {
 	}
 	k.warn(ctx, tables)
 
-	p := &plan{}
+	var wanted []want
 	for _, dst := range k.Own.Subnets {
-		p.wanted = append(p.wanted, want{Dst: dst, Target: target})
+		wanted = append(wanted, want{Dst: dst, Target: target})
 	}
 
 	hosts, known := k.leases.hosts()
-	done := k.actor.run(ctx, view{
-		tables: tables, wanted: p.wanted, networks: k.Networks, subnets: k.Own.Subnets, self: target,
+	c := &comparison{Keeper: k, before: k.right, right: present(tables, wanted), view: view{
+		tables: tables, wanted: wanted, networks: k.Networks, subnets: k.Own.Subnets, self: target,
 		hosts: hosts, known: known, answered: k.leases.answered(),
 		since: k.since, now: time.Now(), resync: k.Resync, factor: k.factor,
-	}, p)
-	k.since = done.since
+	}}
+	k.right = c.right
+	k.since, again = c.run(ctx)
 
 	later, separate := k.separate(ctx, tables, hosts)
-	err = oneline.Join(p.problems.error(), done.err, separate)
-	k.reporter.note(tables, p, err)
+	err = oneline.Join(c.problems.error(), c.removed, separate)
+	k.reporter.note(c, err)
 
-	again = earlier(done.again, later)
-	if done.wrote == 0 {
+	again = least.Of(again, later)
+	if c.wrote == 0 {
 		k.confirm.Reset()
 		return again, err
 	}
-	return earlier(k.confirm.Next(), again), err
+	return least.Of(k.confirm.Next(), again), err
 }
 
 // warn logs the routes in the network that flanneld does not replace, at the start and after a change.
@@ -195,7 +195,7 @@ func (k *Keeper) separate(ctx context.Context, tables []Table, all []Host) (agai
 		}
 		k.apart[h.name()] = since
 		if rest := apartTime - time.Since(since); rest > 0 {
-			again = earlier(again, rest)
+			again = least.Of(again, rest)
 		} else {
 			due = append(due, h)
 		}

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
@@ -132,11 +133,11 @@ func decide(v view) (steps []step, since map[Route]time.Time, again time.Duratio
 				continue
 			}
 			if why != "" {
-				again = earlier(again, rest)
+				again = least.Of(again, rest)
 			}
 			if r.State == Gone && v.full[placeOf(r)] > 0 {
 				if rest := v.lostGrace() - v.now.Sub(begin); rest > 0 {
-					again = earlier(again, rest)
+					again = least.Of(again, rest)
 				} else {
 					gone = append(gone, step{verb: remove, Route: r, why: whyGone})
 				}
@@ -254,14 +255,6 @@ func (v view) lostGrace() time.Duration { return min(v.resync, mostLostGrace) }
 
 func leased(hosts []Host, dst netip.Prefix) bool {
 	return slices.ContainsFunc(hosts, func(h Host) bool { return slices.ContainsFunc(h.Subnets, dst.Overlaps) })
-}
-
-// earlier takes 0 as nothing to wait for.
-func earlier(a, b time.Duration) time.Duration {
-	if a == 0 || b != 0 && b < a {
-		return b
-	}
-	return a
 }
 
 func overlapping(tables []Table, networks []netip.Prefix, is func(Route) bool) (routes []Route) {

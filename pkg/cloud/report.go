@@ -75,14 +75,14 @@ func (r *reporter) get() Report {
 	return r.report
 }
 
-// note stores the state of tables after a comparison, which err has ended.
-func (r *reporter) note(tables []Table, p *plan, err error) {
+// note stores the state of the tables after a comparison, which err has ended.
+func (r *reporter) note(c *comparison, err error) {
 	var now Report
-	right := present(tables, p.wanted)
-	for _, t := range tables {
-		for _, w := range p.wanted {
+	right := present(c.view.tables, c.view.wanted)
+	for _, t := range c.view.tables {
+		for _, w := range c.view.wanted {
 			want := w.in(t.ID)
-			now.Routes = append(now.Routes, RouteReport{want, right[want], p.right[want]})
+			now.Routes = append(now.Routes, RouteReport{want, right[want], c.right[want]})
 		}
 
 		table := TableReport{
@@ -90,7 +90,7 @@ func (r *reporter) note(tables []Table, p *plan, err error) {
 			Used:  map[prefix.Family]int{prefix.IPv4: t.Count(prefix.IPv4), prefix.IPv6: t.Count(prefix.IPv6)},
 			Quota: map[prefix.Family]int{},
 		}
-		for _, one := range p.problems {
+		for _, one := range c.problems {
 			if quota, ok := errors.AsType[*QuotaError](one.err); ok && quota.Table == t.ID && quota.Limit > 0 {
 				table.Quota[prefix.FamilyOf(one.dst.Addr())] = quota.Limit
 			}

@@ -12,7 +12,6 @@ import (
 	"net/netip"
 	"net/url"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -71,9 +70,7 @@ func (s Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	answer, err := s.Answer(call, signed(r), func(v *vpctest.View) (any, error) { return answer(v, r.Header.Get("X-Acs-Version"), name, params) })
 	w.Header().Set("Content-Type", "application/json;charset=utf-8")
 	if problem := s.api.Check(name, schema.Form(params), schema.JSON(answer)); problem != nil {
-		err = nil
-		w.WriteHeader(http.StatusBadRequest)
-		answer = map[string]string{"Code": "NotInTheDescription", "Message": problem.Error()}
+		err = problem
 	}
 	if err != nil {
 		f, ok := failures()[err]
@@ -153,29 +150,6 @@ func answer(v *vpctest.View, version, name string, params url.Values) (any, erro
 
 func entryID(r vpctest.Route) string { return fmt.Sprintf("rte-%d", r.Number) }
 
-// cut returns a page of items, and the token of the next one. The token is empty after the last page.
-// sizeName is the parameter with the size of a page. The error means that a parameter is invalid.
-func cut[T any](v *vpctest.View, params url.Values, sizeName string, items []T) (page []T, next string, err error) {
-	begin := 0
-	size := 0
-	if token := params.Get("NextToken"); token != "" {
-		if begin, err = strconv.Atoi(token); err != nil || begin >= len(items) {
-			return nil, "", vpctest.ErrInvalid
-		}
-	}
-	if text := params.Get(sizeName); text != "" {
-		if size, err = strconv.Atoi(text); err != nil || size > 100 {
-			return nil, "", vpctest.ErrInvalid
-		}
-	}
-
-	end := min(begin+v.PageSize(size), len(items))
-	if end < len(items) {
-		next = strconv.Itoa(end)
-	}
-	return items[begin:end], next, nil
-}
-
 // entries returns the routes of a table. It adds a route whose destination is the id of a list of
 // prefixes.
 func entries(v *vpctest.View, params url.Values) (any, error) {
@@ -202,7 +176,7 @@ func entries(v *vpctest.View, params url.Values) (any, error) {
 			"NextHops": object{"NextHop": hops}, "ServiceType": r.Service, "Description": r.Description,
 		})
 	}
-	page, next, err := cut(v, params, "MaxResult", all)
+	page, next, err := vpctest.Page(v, params.Get("NextToken"), params.Get("MaxResult"), all)
 	return object{"RouteEntrys": object{"RouteEntry": page}, "NextToken": next}, err
 }
 
@@ -237,7 +211,7 @@ func describeAll(v *vpctest.View, params url.Values, wanted func(vpctest.Instanc
 			all = append(all, describe(i))
 		}
 	}
-	page, next, err := cut(v, params, "MaxResults", all)
+	page, next, err := vpctest.Page(v, params.Get("NextToken"), params.Get("MaxResults"), all)
 	return object{"Instances": object{"Instance": page}, "NextToken": next}, err
 }
 

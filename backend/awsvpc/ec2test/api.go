@@ -75,12 +75,13 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "text/xml;charset=UTF-8")
 	text, _ := xml.Marshal(answer) // a text that is cut does not fit
 	if problem := s.api.Check(call.Name, schema.Form(form, "Action", "Version"), schema.XML(text)); problem != nil {
-		err = nil
-		w.WriteHeader(http.StatusBadRequest)
-		answer = errorAnswer{Errors: []errorItem{{"NotInTheDescription", problem.Error()}}, RequestID: "test"}
+		err = problem
 	}
 	if err != nil {
-		f := failures()[err]
+		f, ok := failures()[err]
+		if !ok {
+			f = failure{http.StatusBadRequest, "NotInTheDescription"}
+		}
 		message := err.Error()
 		if err == vpctest.ErrDenied { //nolint:errorlint // not wrapped
 			message += " Encoded authorization failure message: " + strings.Repeat("x", 500)
@@ -164,18 +165,6 @@ func filters(form url.Values) map[string][]string {
 	return all
 }
 
-// cut returns a page of items, and the token of the next one. The token is empty after the last
-// page.
-func cut[T any](v *vpctest.View, form url.Values, items []T) (page []T, next string) {
-	begin, _ := strconv.Atoi(form.Get("NextToken"))
-	size, _ := strconv.Atoi(form.Get("MaxResults"))
-	end := min(begin+v.PageSize(size), len(items))
-	if end < len(items) {
-		next = strconv.Itoa(end)
-	}
-	return items[min(begin, end):end], next
-}
-
 type instanceAnswer struct {
 	XMLName   xml.Name       `xml:"DescribeInstancesResponse"`
 	Instances []instanceItem `xml:"reservationSet>item>instancesSet>item"`
@@ -220,9 +209,8 @@ func describeInstances(v *vpctest.View, form url.Values) (any, error) {
 		return nil, errNoID
 	}
 
-	var a instanceAnswer
-	a.Instances, a.NextToken = cut(v, form, all)
-	return a, nil
+	page, next, err := vpctest.Page(v, form.Get("NextToken"), form.Get("MaxResults"), all)
+	return instanceAnswer{Instances: page, NextToken: next}, err
 }
 
 // matchesInstance reports whether an instance matches a filter, and whether the filter is known.
@@ -325,9 +313,8 @@ func (s *Server) describeTables(v *vpctest.View, form url.Values) (any, error) {
 		all = append(all, describe(v, id, routes))
 	}
 
-	var a tableAnswer
-	a.Tables, a.NextToken = cut(v, form, all)
-	return a, nil
+	page, next, err := vpctest.Page(v, form.Get("NextToken"), form.Get("MaxResults"), all)
+	return tableAnswer{Tables: page, NextToken: next}, err
 }
 
 // matches reports whether a table matches a filter, and whether the filter is known.

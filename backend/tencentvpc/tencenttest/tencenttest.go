@@ -6,13 +6,13 @@ package tencenttest
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"io"
 	"net/http"
 	"net/netip"
 	"net/url"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/cloud/access"
@@ -73,15 +73,14 @@ func (s Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return answer(v, name, body)
 	})
 	if problem := s.api.Check(name, schema.JSON(json.RawMessage(body)), schema.JSON(result)); problem != nil {
-		err = nil
-		result = object{"Error": object{"Code": "NotInTheDescription", "Message": problem.Error()}, "RequestId": "test"}
+		err = problem
 	}
 	if err != nil {
 		message := err.Error()
 		if err == vpctest.ErrDenied { //nolint:errorlint // not wrapped
 			message = "[request id:test]you are not authorized to perform operation (" + service + ":" + name + ")\nresource (qcs::vpc:::rtb/" + vpctest.MainTable + ") has no permission\n"
 		}
-		result = object{"Error": object{"Code": codes()[err], "Message": message}, "RequestId": "test"}
+		result = object{"Error": object{"Code": cmp.Or(codes()[err], "NotInTheDescription"), "Message": message}, "RequestId": "test"}
 	}
 	w.Header().Set("Content-Type", "application/json")
 	_ = json.NewEncoder(w).Encode(object{"Response": result})
@@ -175,15 +174,6 @@ func inVPC(filters []filter) bool {
 	return err == nil && string(text) == `[{"Name":"vpc-id","Values":["`+vpctest.VPC+`"]}]`
 }
 
-// cut returns a page of items. The error means that offset or limit is invalid.
-func cut[T any](v *vpctest.View, offset, limit int, items []T) ([]T, error) {
-	if limit <= 0 || limit > 100 || offset < 0 {
-		return nil, vpctest.ErrInvalid
-	}
-	begin := min(offset, len(items))
-	return items[begin:min(begin+v.PageSize(limit), len(items))], nil
-}
-
 func tables(v *vpctest.View, body []byte) (any, error) {
 	var params struct {
 		Filters       []filter
@@ -193,11 +183,6 @@ func tables(v *vpctest.View, body []byte) (any, error) {
 		return nil, vpctest.ErrInvalid
 	}
 
-	offset, err := strconv.Atoi(params.Offset)
-	limit, err2 := strconv.Atoi(params.Limit)
-	if err != nil || err2 != nil {
-		return nil, vpctest.ErrInvalid
-	}
 	all := []object{}
 	for _, id := range v.Tables() {
 		routes, err := v.Visible(id)
@@ -210,7 +195,7 @@ func tables(v *vpctest.View, body []byte) (any, error) {
 		}
 		all = append(all, object{"VpcId": vpctest.VPC, "RouteTableId": id, "Main": id == vpctest.MainTable, "AssociationSet": subnets, "RouteSet": describe(routes)})
 	}
-	page, err := cut(v, offset, limit, all)
+	page, _, err := vpctest.Page(v, params.Offset, params.Limit, all)
 	return object{"TotalCount": len(all), "RouteTableSet": page, "RequestId": "test"}, err
 }
 
@@ -250,7 +235,7 @@ func instances(v *vpctest.View, body []byte) (any, error) {
 			"VirtualPrivateCloud": object{"VpcId": vpctest.VPC, "SubnetId": i.Subnet},
 		})
 	}
-	page, err := cut(v, params.Offset, params.Limit, all)
+	page, _, err := vpctest.Page(v, strconv.Itoa(params.Offset), strconv.Itoa(params.Limit), all)
 	return object{"TotalCount": len(all), "InstanceSet": page, "RequestId": "test"}, err
 }
 
@@ -267,17 +252,9 @@ func Metadata(i vpctest.Instance) http.Handler {
 	})
 
 	network := "network/interfaces/macs/" + mac + "/"
-	values := map[string]string{
-		"placement/region": vpctest.Region, "instance-id": i.ID, "mac": mac, "cam/security-credentials/": role, "cam/security-credentials/" + role: string(keys),
-		"network/interfaces/macs/": mac + "/", network + "vpc-id": vpctest.VPC, network + "subnet-id": i.Subnet,
-		network + "primary-local-ipv4": i.IPv4().String(), network + "local-ipv4s/": i.IPv4().String() + "/",
-	}
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		text, ok := values[strings.TrimPrefix(r.URL.Path, "/latest/meta-data/")]
-		if ok && r.Method == http.MethodGet {
-			_, _ = w.Write([]byte(text))
-			return
-		}
-		http.NotFound(w, r)
+	return vpctest.Metadata("", map[string]string{
+		"placement/region": vpctest.Region, "instance-id": i.ID, "mac": mac, "cam/security-credentials/{$}": role, "cam/security-credentials/" + role: string(keys),
+		"network/interfaces/macs/{$}": mac + "/", network + "vpc-id": vpctest.VPC, network + "subnet-id": i.Subnet,
+		network + "primary-local-ipv4": i.IPv4().String(), network + "local-ipv4s/{$}": i.IPv4().String() + "/",
 	})
 }

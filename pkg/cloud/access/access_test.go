@@ -84,7 +84,7 @@ func TestSession(t *testing.T) {
 	}
 }
 
-// TestKeysAreKept expects that Keys keeps the keys, and reads them again after renew and shortly before they
+// TestKeysAreKept expects that Keys keeps the keys, and reads them again after Renew and shortly before they
 // end.
 func TestKeysAreKept(t *testing.T) {
 	asked, left := 0, time.Hour
@@ -99,10 +99,10 @@ func TestKeysAreKept(t *testing.T) {
 	for i, want := range []string{"id-1", "id-1", "id-2", "id-3", "id-4"} {
 		switch i {
 		case 2:
-			m.renew()
+			m.Renew()
 			left = time.Minute // less than the reserve
 		case 3:
-			m.renew()
+			m.Renew()
 		}
 		if k, err := m.Keys(t.Context()); err != nil || k != (Keys{want, "s", "t"}) {
 			t.Errorf("%d: keys %v, error %v, want %s", i, k, err, want)

@@ -15,10 +15,10 @@ import (
 
 // Client makes calls that are signed with keys.
 type Client struct {
-	Metadata *Metadata
-	Keys     Provider
-	Calls    *cloud.Calls
-	HTTP     *http.Client
+	Keys  Provider
+	Renew func() // makes Keys ask again for what it keeps
+	Calls *cloud.Calls
+	HTTP  *http.Client
 }
 
 // Make makes a call with once, which signs the call with the keys that it gets. Make repeats a throttled
@@ -35,7 +35,7 @@ func (c *Client) Make(ctx context.Context, name, action string, once func(Keys) 
 	return c.Calls.Make(ctx, name, action, func() error {
 		err := signed()
 		if errors.Is(err, cloud.ErrKeys) {
-			c.Metadata.renew()
+			c.Renew()
 			err = signed()
 		}
 		return err

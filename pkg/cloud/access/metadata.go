@@ -190,15 +190,16 @@ func (m *Metadata) Keys(ctx context.Context) (Keys, error) {
 	return k, nil
 }
 
-// renew makes the next call of Keys ask the service again.
-func (m *Metadata) renew() { m.keys = Keys{} }
+// Renew makes the next call of Keys ask the service again.
+func (m *Metadata) Renew() { m.keys = Keys{} }
 
-// decodeKeys decodes the keys of a role and the time when they end, by the field names of Alibaba Cloud and
-// of Tencent Cloud.
+// decodeKeys decodes the keys of a role and the time when they end, by the field names of Alibaba Cloud,
+// EC2 and Tencent Cloud.
 func decodeKeys(text string) (Keys, time.Time, bool) {
 	var answer struct {
 		ID         string `json:"AccessKeyId"`
 		Secret     string `json:"AccessKeySecret"`
+		Access     string `json:"SecretAccessKey"`
 		Security   string `json:"SecurityToken"`
 		TmpID      string `json:"TmpSecretId"`
 		TmpSecret  string `json:"TmpSecretKey"`
@@ -209,7 +210,7 @@ func decodeKeys(text string) (Keys, time.Time, bool) {
 		return Keys{}, time.Time{}, false
 	}
 
-	k := Keys{cmp.Or(answer.ID, answer.TmpID), cmp.Or(answer.Secret, answer.TmpSecret), cmp.Or(answer.Security, answer.Token)}
+	k := Keys{cmp.Or(answer.ID, answer.TmpID), cmp.Or(answer.Secret, answer.Access, answer.TmpSecret), cmp.Or(answer.Security, answer.Token)}
 	until, _ := time.Parse(time.RFC3339, answer.Expiration) // keys without a time end at once, so they are used once
 	return k, until, k.ID != "" && k.Secret != ""
 }

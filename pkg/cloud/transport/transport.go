@@ -84,15 +84,19 @@ func Clean(text string) string {
 	return oneline.Collapse(text)
 }
 
-// TurnPage sets the parameter key of params to the token of the next page. It reports false if token is
-// empty, which means that there is no next page. It returns an error if token is the token of the
-// present page, because the calls would never end.
-func TurnPage(params url.Values, key, token string) (more bool, err error) {
-	if token != "" && token == params.Get(key) {
-		return false, errors.New("the answer refers to itself as its next page")
+// Pages calls one for each page of a list. one makes a call with params, and returns the token of the next page, which
+// is empty after the last one. The parameter key of params is the token of the present page.
+func Pages(params url.Values, key string, one func() (next string, err error)) error {
+	for {
+		next, err := one()
+		if err != nil || next == "" {
+			return err
+		}
+		if next == params.Get(key) { // the calls would never end
+			return errors.New("the answer refers to itself as its next page")
+		}
+		params.Set(key, next)
 	}
-	params.Set(key, token)
-	return token != "", nil
 }
 
 // Addresses returns the addresses in texts. Other texts are left out.

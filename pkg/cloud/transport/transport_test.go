@@ -3,6 +3,7 @@
 package transport
 
 import (
+	"errors"
 	"fmt"
 	"net/http"
 	"net/netip"
@@ -72,15 +73,28 @@ func TestAddresses(t *testing.T) {
 	}
 }
 
-func TestTurnPage(t *testing.T) {
-	params := url.Values{}
-	for _, step := range []struct {
-		token string
-		more  bool
-		fails bool
-	}{{"a", true, false}, {"b", true, false}, {"b", false, true}, {"", false, false}} {
-		if more, err := TurnPage(params, "Token", step.token); more != step.more || (err != nil) != step.fails || !step.fails && params.Get("Token") != step.token {
-			t.Errorf("%q: more %v, error %v, parameters %v", step.token, more, err, params)
+// TestPages expects one call for each page, and an error if a page refers to itself.
+func TestPages(t *testing.T) {
+	for _, tt := range []struct {
+		tokens []string // that the calls return
+		want   []string // that they get
+		fails  bool
+	}{
+		{[]string{""}, []string{""}, false},
+		{[]string{"a", "b", ""}, []string{"", "a", "b"}, false},
+		{[]string{"a", "b", "b", ""}, []string{"", "a", "b"}, true},
+	} {
+		params := url.Values{}
+		var got []string
+		err := Pages(params, "Token", func() (string, error) {
+			got = append(got, params.Get("Token"))
+			return tt.tokens[len(got)-1], nil
+		})
+		if !slices.Equal(got, tt.want) || (err != nil) != tt.fails {
+			t.Errorf("%q: pages %q, error %v, want %q, an error: %v", tt.tokens, got, err, tt.want, tt.fails)
 		}
+	}
+	if err := Pages(url.Values{}, "Token", func() (string, error) { return "a", cloud.ErrThrottled }); !errors.Is(err, cloud.ErrThrottled) {
+		t.Errorf("error %v, want that of the call", err)
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"net/netip"
 	"slices"
+	"strconv"
 	"time"
 )
 
@@ -127,12 +128,33 @@ func (v *View) Visible(id string) ([]Route, error) {
 // Pending reports whether r carries no packets yet, because the last call about it was a short time ago.
 func (v *View) Pending(r Route) bool { return v.s.isPending(r) }
 
-// PageSize returns the number of items in one answer. wanted is the number that the call asks for, or 0.
-func (v *View) PageSize(wanted int) int {
-	if wanted <= 0 {
-		return v.s.pageSize
+// maxPage is the largest number of items that a call may ask for.
+const maxPage = 100
+
+// Page returns a page of items, and the token of the next one, which is empty after the last page. token and size
+// are parameters of the call: the index of the first item, and the number of items. They may be empty. Page returns
+// ErrInvalid if one of them is not valid.
+func Page[T any](v *View, token, size string, items []T) (page []T, next string, err error) {
+	begin := 0
+	most := v.s.pageSize
+	if token != "" {
+		if begin, err = strconv.Atoi(token); err != nil || begin < 0 || begin > len(items) {
+			return nil, "", ErrInvalid
+		}
 	}
-	return min(wanted, v.s.pageSize)
+	if size != "" {
+		n, err := strconv.Atoi(size)
+		if err != nil || n < 1 || n > maxPage {
+			return nil, "", ErrInvalid
+		}
+		most = min(most, n)
+	}
+
+	end := min(begin+most, len(items))
+	if end < len(items) {
+		next = strconv.Itoa(end)
+	}
+	return items[begin:end], next, nil
 }
 
 // Create adds a Custom route to the table with this id, and returns the route. The description may be empty.
