@@ -69,8 +69,6 @@ func inside(ctx context.Context, n *lab.Namespace, f func()) {
 	must.Do(n.Do(ctx, func() error { return must.Catch(f) }))
 }
 
-// withRTNL runs f with a new rtnetlink socket, on a locked thread in the host's network
-// namespace.
 func withRTNL(ctx context.Context, h *lab.Host, f func(r *rtnl)) {
 	inside(ctx, h.Namespace, func() {
 		r := openRTNL()
@@ -88,8 +86,7 @@ func link(name string) *net.Interface { return must.Get(net.InterfaceByName(name
 
 func (b *bed) close() {
 	for _, cmd := range b.plain {
-		_ = cmd.Process.Kill() // the result of a killed process does not matter
-		_ = cmd.Wait()
+		end(cmd)
 	}
 	b.client.Close()
 	b.lab.Close()
@@ -135,7 +132,6 @@ func (b *bed) deleteLeases(ctx context.Context, peers []peer) {
 	write(ctx, b.client, ops)
 }
 
-// write makes many changes, in transactions of txnOps.
 func write(ctx context.Context, c *clientv3.Client, ops []clientv3.Op) {
 	for some := range slices.Chunk(ops, txnOps) {
 		must.Get(c.Txn(ctx).Then(some...).Commit())
@@ -144,8 +140,6 @@ func write(ctx context.Context, c *clientv3.Client, ops []clientv3.Op) {
 
 func marshal(v any) string { return string(must.Get(json.Marshal(v))) }
 
-// device returns the name of the device through which the routes to peers lead. The backend
-// must be vxlan or host-gw.
 func (b *bed) device() string {
 	if b.backend == "vxlan" {
 		return "flannel.1"
@@ -201,7 +195,6 @@ func (r *rtnl) flushDevice(ifindex int) {
 	inBatches(r, ids, r.delNexthop)
 }
 
-// addVXLAN creates on h a device like that of the daemon.
 func addVXLAN(ctx context.Context, h *lab.Host) {
 	withNetlink(ctx, h, func(nl *netlink.Handle) {
 		attrs := netlink.NewLinkAttrs()

@@ -22,8 +22,6 @@ type foreign struct {
 
 const foreignDevice = "busy0"
 
-// makeBusy creates the foreign device and count routes to it, each to one address, as
-// a routing daemon would.
 func makeBusy(ctx context.Context, h *lab.Host, count int) *foreign {
 	f := &foreign{host: h}
 	withNetlink(ctx, h, func(nl *netlink.Handle) {
@@ -45,12 +43,10 @@ func makeBusy(ctx context.Context, h *lab.Host, count int) *foreign {
 	return f
 }
 
-// remove removes the device, and with it its routes and neighbours.
 func (f *foreign) remove(ctx context.Context) {
 	withNetlink(ctx, f.host, func(nl *netlink.Handle) { must.Do(nl.LinkDel(must.Get(nl.LinkByName(foreignDevice)))) })
 }
 
-// churn changes as many neighbours per second as rate says while during runs. It ends the measure if a change fails.
 func (f *foreign) churn(ctx context.Context, rate int, during func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	failed := make(chan error, 1)

@@ -9,8 +9,6 @@ import (
 	"github.com/flanneld/flanneld/test/chart"
 )
 
-// charts returns the charts for which the report has data, by file name without
-// extension.
 func (r *report) charts() map[string]chart.Chart {
 	all := map[string]chart.Chart{
 		"cold":       {Title: "Cold start: from exec to the last kernel object", Unit: "milliseconds, median and range"},
@@ -18,7 +16,6 @@ func (r *report) charts() map[string]chart.Chart {
 		"latency99":  {Title: "One lease: the slowest one in a hundred", Unit: "milliseconds, median and range"},
 		"cpu":        {Title: "One lease: CPU time of the daemon, by number of peers", Unit: "milliseconds, median and range"},
 		"memory":     {Title: "Memory at rest, vxlan", Unit: "megabytes, median and range"},
-		"networks":   {Title: "Several networks, vxlan: memory at rest", Unit: "megabytes, median and range"},
 		"cold-ratio": {Title: "Cold start, in multiples of a bare client and the kernel's own limit", Unit: "times, median and range"},
 	}
 
@@ -63,9 +60,6 @@ func (r *report) charts() map[string]chart.Chart {
 		draw("memory", fmt.Sprintf("%d peers: of files", n), "limit", r.find("vxlan, at rest", "RSS, of files", n))
 	}
 
-	for _, n := range r.sizes(networksGroup, "RSS") {
-		draw("networks", fmt.Sprintf("%d networks", n), "ours", r.find(networksGroup, "RSS", n))
-	}
 	for name, c := range all {
 		if len(c.Bars) == 0 {
 			delete(all, name)

@@ -49,7 +49,6 @@ const (
 
 func cloudNetworkPrefix() netip.Prefix { return netip.MustParsePrefix("10.16.0.0/12") }
 
-// cloudServers returns a server of each cloud, without hosts and routes.
 func cloudServers() []*cloudServer {
 	ec2 := ec2test.New()
 	ali := alitest.New()
@@ -107,7 +106,6 @@ func cloudServers() []*cloudServer {
 	}
 }
 
-// cloudHost returns host n as its lease describes it.
 func cloudHost(n int) cloud.Host {
 	return cloud.Host{
 		Subnets:   []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(16 + n/256), byte(n % 256), 0}), 24)},
@@ -126,7 +124,6 @@ func (r *runner) measureCloud(ctx context.Context) {
 	}
 }
 
-// cloudRound counts the calls to the API of one cloud in a network with that number of hosts.
 func (r *runner) cloudRound(ctx context.Context, s *cloudServer, hosts int) {
 	b := &cloudBench{cloudServer: s, api: httptest.NewServer(s), metadata: map[int]http.Handler{}}
 	defer b.api.Close()
@@ -181,7 +178,6 @@ func (b *cloudBench) run(ctx context.Context, n, hosts int, starts bool) {
 	keep(ctx, be.(*backend.CloudBackend).Cloud, n, hosts, comparisons)
 }
 
-// cloudPeers returns the peers of host n in a network with that number of hosts, counted from 1.
 func cloudPeers(n, hosts int) cloud.Peers {
 	p := cloud.Peers{Complete: true}
 	for other := 1; other <= hosts; other++ {

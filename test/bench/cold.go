@@ -35,8 +35,6 @@ const pollEvery = 300 * time.Microsecond
 // measured time.
 const samples = 100
 
-// begin starts the daemon on host 1 and waits until the kernel has all objects of the
-// peers.
 func (b *bed) begin(ctx context.Context, o lab.FlanneldOptions) (s start) {
 	h := b.lab.Host(1)
 	began := time.Now()
@@ -85,8 +83,6 @@ func nap() {
 	_ = unix.Nanosleep(&every, nil)
 }
 
-// complete reports whether the kernel has at least as many entries of each kind as the
-// peers need.
 func (b *bed) complete(r *rtnl) bool {
 	link, err := net.InterfaceByName(b.device())
 	if err != nil {

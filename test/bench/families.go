@@ -21,8 +21,6 @@ import (
 // podNetwork6 is the IPv6 pod network of this measure: 65,536 subnets of /64.
 const podNetwork6 = "fd00:5::/48"
 
-// measureFamilies compares cold starts with IPv4, with IPv6 and with both. They
-// alternate.
 func (r *runner) measureFamilies(ctx context.Context) {
 	const group = "vxlan, cold start"
 	v4 := []prefix.Family{prefix.IPv4}
@@ -77,8 +75,6 @@ func (r *runner) familyRound(ctx context.Context, families []prefix.Family) (too
 	return took
 }
 
-// putFamilyPeers puts the leases of n peers into the store, and returns their subnets
-// in all families.
 func putFamilyPeers(ctx context.Context, l *lab.Lab, n int, families []prefix.Family) (subnets []netip.Prefix) {
 	c := must.Get(l.Etcd().Client(ctx))
 	defer c.Close()

@@ -100,7 +100,6 @@ func (r *runner) firewallRound(ctx context.Context, k firewallKind, foreign int)
 	r.report.add(group, "CPU of one repair, and the look behind it", foreign, "ms", ms(cpu)/(repairs()-before))
 }
 
-// startFirewall starts a daemon that finds the programs of path, and waits until it is idle.
 func startFirewall(ctx context.Context, h *lab.Host, k firewallKind, path string) *lab.Daemon {
 	d := must.Get(h.StartFlanneld(ctx, lab.FlanneldOptions{Args: append(k.args, "--ip-masq"), Env: []string{"PATH=" + path + ":" + os.Getenv("PATH")}}))
 	must.Do(d.Ready(ctx))
@@ -160,5 +159,4 @@ func newPrograms(variant string) firewallPrograms {
 
 func (p firewallPrograms) remove() { _ = os.RemoveAll(p.dir) }
 
-// count returns how many of the counted programs have run.
 func (p firewallPrograms) count() int { return bytes.Count(must.Get(os.ReadFile(p.log)), []byte("\n")) }

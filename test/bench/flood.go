@@ -66,7 +66,6 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	return c
 }
 
-// drain adds the arriving packets to received until in is closed.
 func drain(in syscall.RawConn, received *atomic.Int64) {
 	room := newPackets(64, 2048)
 	for {

@@ -30,7 +30,6 @@ const (
 	kubeWatches = 10  // number of bare watches at the same time, so that the cost of one is measurable
 )
 
-// measureKube measures the daemon with a real API server and thousands of Nodes.
 func (r *runner) measureKube(ctx context.Context) {
 	for _, h := range r.lab.Hosts() {
 		r.clean(ctx, h)
@@ -45,7 +44,7 @@ func (r *runner) measureKube(ctx context.Context) {
 	}()
 
 	r.peers = makePeers(r.large)
-	s.send(ctx, http.MethodPost, figures.NodesPath, figures.JSON, map[string]any{
+	s.Do(ctx, figures.AdminToken, http.MethodPost, figures.NodesPath, figures.JSON, map[string]any{
 		"apiVersion": "v1", "kind": "Node", "metadata": map[string]any{"name": kubeOwn},
 		"spec": map[string]any{"podCIDR": "10.128.0.0/24", "podCIDRs": []string{"10.128.0.0/24"}},
 	})
@@ -60,7 +59,6 @@ func (r *runner) measureKube(ctx context.Context) {
 	r.kubeServerCost(ctx, s)
 }
 
-// kubeDaemon starts the daemon on host 1 and waits until the kernel has all objects of the peers.
 func (r *runner) kubeDaemon(ctx context.Context, s *kubeServer) start {
 	return r.begin(ctx, lab.FlanneldOptions{
 		Args: []string{"--kube-subnet-mgr", "--kubeconfig-file=" + s.Kubeconfig(), "--net-config-path=" + s.NetConfig()},
@@ -68,7 +66,6 @@ func (r *runner) kubeDaemon(ctx context.Context, s *kubeServer) start {
 	})
 }
 
-// kubeStart measures a cold start, and a restart from the last known state.
 func (r *runner) kubeStart(ctx context.Context, s *kubeServer) {
 	n := r.large
 	h := r.lab.Host(1)
@@ -226,9 +223,9 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 		if kind == "" {
 			break
 		}
-		pid, stop := r.startBare(ctx, plainKubeWatch, s.Addr+" "+kind)
-		defer stop()
-		watchers = append(watchers, pid)
+		watcher := r.startPlain(ctx, r.lab.Host(1), plainKubeWatch, s.Addr+" "+kind)
+		defer end(watcher)
+		watchers = append(watchers, watcher.Process.Pid)
 	}
 	pause(ctx, 2*time.Second)
 	clients := func() (sum time.Duration) {
@@ -264,13 +261,10 @@ func runKubeWatch(config string) {
 	must.Fail("the watch has ended")
 }
 
-// received returns the number of bytes that eth0 of a host has received.
 func received(ctx context.Context, h *lab.Host) float64 {
 	return float64(eth0(ctx, h).Statistics.RxBytes)
 }
 
-// bareList reads the list of all Nodes and discards it. It returns the time that this took and
-// the size of the list.
 func (s *kubeServer) bareList(ctx context.Context) (took time.Duration, size int64) {
 	began := time.Now()
 	resp := s.Request(ctx, figures.AdminToken, http.MethodGet, figures.NodesPath+"?resourceVersion=0", kubeFull, nil)

@@ -18,10 +18,6 @@ import (
 // kubeServer is a client of the lab's API server that can write Nodes like those of the benchmark.
 type kubeServer struct{ *figures.Kube }
 
-func (s *kubeServer) send(ctx context.Context, method, path, kind string, body any) {
-	s.Do(ctx, figures.AdminToken, method, path, kind, []byte(marshal(body)))
-}
-
 func kubeName(i int) string { return fmt.Sprintf("ip-10-128-%05d.eu-central-1.compute.internal", i) }
 
 // kubeNode returns a Node as in a busy cluster, with about 19 kB of images, labels,
@@ -75,16 +71,15 @@ func kubeCondition(kind string, at time.Time) map[string]any {
 }
 
 func (s *kubeServer) addNode(ctx context.Context, p peer) {
-	s.send(ctx, http.MethodPost, figures.NodesPath, figures.JSON, kubeNode(p))
+	s.Do(ctx, figures.AdminToken, http.MethodPost, figures.NodesPath, figures.JSON, kubeNode(p))
 }
 
 func (s *kubeServer) removeNode(ctx context.Context, p peer) {
-	s.send(ctx, http.MethodDelete, figures.NodesPath+"/"+kubeName(p.i), figures.JSON, map[string]any{})
+	s.Do(ctx, figures.AdminToken, http.MethodDelete, figures.NodesPath+"/"+kubeName(p.i), figures.JSON, map[string]any{})
 }
 
-// heartbeat updates the status of a Node as a kubelet does at least every few minutes.
 func (s *kubeServer) heartbeat(ctx context.Context, p peer) {
-	s.send(ctx, http.MethodPatch, figures.NodesPath+"/"+kubeName(p.i)+"/status", "application/strategic-merge-patch+json",
+	s.Do(ctx, figures.AdminToken, http.MethodPatch, figures.NodesPath+"/"+kubeName(p.i)+"/status", "application/strategic-merge-patch+json",
 		map[string]any{"status": map[string]any{"conditions": []any{kubeCondition("Ready", time.Now())}}})
 }
 

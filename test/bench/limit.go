@@ -36,7 +36,7 @@ func writeLimit(ifindex int, peers []peer, kinds objects) (took, cpu time.Durati
 	}
 	if kinds.nexthop {
 		each(func(p peer) { r.addNexthop(p.nexthop(), ifindex, p.gateway(kinds), flags) })
-		each(func(p peer) { r.putRouteByID(p.subnet, p.nexthop(), 0) })
+		each(func(p peer) { r.putRouteByID(p.subnet, p.nexthop()) })
 	} else {
 		each(func(p peer) { r.putRoute(p.subnet, ifindex, p.gateway(kinds), flags) })
 	}

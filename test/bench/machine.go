@@ -38,7 +38,6 @@ func machineCPU() (u usage) {
 	return u
 }
 
-// othersCPU returns how many CPUs other programs have used on average since before.
 func othersCPU(before usage) float64 {
 	now := machineCPU()
 	others := (now.machine - before.machine) - (now.ours - before.ours)

@@ -7,16 +7,12 @@ package main
 
 import (
 	"context"
-	"errors"
 	"flag"
-	"fmt"
 	"io"
 	"os"
 	"os/exec"
-	"os/signal"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/flanneld/flanneld/test/figures"
@@ -32,22 +28,20 @@ type options struct {
 	only     string
 	quick    bool
 
-	rounds      int
-	cold        []int // numbers of peers for cold starts
-	large       int   // number of peers in the measures with a large cluster
-	eventSizes  []int
-	eventCount  int // how often a lease is added and removed per round
-	restarts    int
-	atRest      time.Duration
-	busyRoutes  int
-	busyFor     time.Duration
-	churnChange int // number of lease changes in the measure growth
+	rounds     int
+	cold       []int // numbers of peers for cold starts
+	large      int   // number of peers in the measures with a large cluster
+	eventSizes []int
+	eventCount int // how often a lease is added and removed per round
+	restarts   int
+	atRest     time.Duration
+	busyFor    time.Duration
 }
 
 func parse(args []string) options {
 	o := options{
 		rounds: 9, cold: []int{10, 1000, 5000, 10000}, large: 5000, eventSizes: []int{100, 1000, 10000}, eventCount: 200,
-		restarts: 20, atRest: time.Minute, busyRoutes: 200_000, busyFor: 15 * time.Second, churnChange: 100_000,
+		restarts: 20, atRest: time.Minute, busyFor: 15 * time.Second,
 	}
 
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
@@ -86,17 +80,11 @@ func parse(args []string) options {
 
 func main() {
 	lab.RunChild()
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := must.Catch(func() {
+	must.Main("bench", func(ctx context.Context) {
 		if !runPlain(os.Args[0], os.Args[1:]) {
 			execute(ctx, os.Args[1:], os.Stdout, os.Stderr)
 		}
 	})
-	stop()
-	if err != nil && !errors.Is(err, flag.ErrHelp) {
-		fmt.Fprintln(os.Stderr, "bench:", err)
-		os.Exit(1)
-	}
 }
 
 func execute(ctx context.Context, args []string, out, progress io.Writer) {

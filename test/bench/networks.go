@@ -89,8 +89,6 @@ func (r *runner) networksRound(ctx context.Context, n int) (s served) {
 	return s
 }
 
-// putNetworks puts the configurations of n networks and the leases of their peers into the store,
-// and returns the subnets of all peers. If n is 0, it puts one network without a name.
 func putNetworks(ctx context.Context, l *lab.Lab, n int) (subnets []netip.Prefix) {
 	c := must.Get(l.Etcd().Client(ctx))
 	defer c.Close()

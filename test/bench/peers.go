@@ -7,10 +7,15 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+
+	"github.com/flanneld/flanneld/test/figures"
 )
 
-// podNetwork is the pod network of the benchmark: 32,768 subnets of /24.
-const podNetwork = "10.128.0.0/9"
+// podNetwork is the pod network of the benchmark: 32,768 subnets of /24 from firstSubnet on.
+const (
+	firstSubnet = "10.128.0.0"
+	podNetwork  = firstSubnet + "/9"
+)
 
 // ownSubnets is the first address from which daemons choose their own subnets. The
 // subnets of all peers are below it, also those of peers that are added later.
@@ -18,7 +23,10 @@ const ownSubnets = "10.240.0.0"
 
 // peerNetwork contains the public addresses of the peers. No host of the lab has one of
 // them.
-const peerNetwork = "172.16.0.0/12"
+const (
+	firstPeer   = "172.16.0.0"
+	peerNetwork = firstPeer + "/12"
+)
 
 // peer is host i of the benchmark, counted from 0. It exists only as a lease.
 type peer struct {
@@ -40,20 +48,16 @@ func objectsOf(backend string) objects {
 }
 
 func makePeer(i int) peer {
-	p := peer{i: i}
-	addr := func(network string, offset int) netip.Addr {
-		base := netip.MustParsePrefix(network).Addr().As4()
-		binary.BigEndian.PutUint32(base[:], binary.BigEndian.Uint32(base[:])+uint32(offset))
-		return netip.AddrFrom4(base)
+	p := peer{
+		i:      i,
+		subnet: netip.PrefixFrom(figures.Addr(firstSubnet, (i+1)<<8), 24),
+		ip:     figures.Addr(firstPeer, i+1),
+		mac:    [6]byte{0x02, 0xbe},
 	}
-	p.subnet = netip.PrefixFrom(addr(podNetwork, (i+1)<<8), 24)
-	p.ip = addr(peerNetwork, i+1)
-	p.mac = [6]byte{0x02, 0xbe}
 	binary.BigEndian.PutUint32(p.mac[2:], uint32(i+1))
 	return p
 }
 
-// subnet6 returns the peer's IPv6 subnet.
 func (p peer) subnet6() netip.Prefix {
 	base := netip.MustParsePrefix(podNetwork6).Addr().As16()
 	binary.BigEndian.PutUint16(base[6:], uint16(p.i+1))
@@ -84,12 +88,10 @@ func (p peer) gateway(kinds objects) netip.Addr {
 
 func (p peer) nexthop() uint32 { return 1<<24 + uint32(p.i) }
 
-// key returns the key of the peer's lease in etcd.
 func (p peer) key() string {
 	return fmt.Sprintf("%s/subnets/%s-%d", etcdPrefix, p.subnet.Addr(), p.subnet.Bits())
 }
 
-// vtep returns the backend data of the peer's lease for vxlan with that VNI.
 func (p peer) vtep(vni int) map[string]any {
 	return map[string]any{"VNI": vni, "VtepMAC": net.HardwareAddr(p.mac[:]).String()}
 }

@@ -4,11 +4,11 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"net/netip"
 	"os"
 	"os/exec"
 
+	"github.com/flanneld/flanneld/test/lab"
 	"github.com/flanneld/flanneld/test/must"
 )
 
@@ -16,7 +16,6 @@ import (
 // Such a program only carries packets in place of a daemon, or only queries a store.
 const (
 	plainWireGuard = "bench-wireguard"
-	plainUDP       = "bench-udp"
 	plainList      = "bench-etcd-list"
 	plainWatch     = "bench-etcd-watch"
 	plainKubeWatch = "bench-kube-watch"
@@ -24,19 +23,17 @@ const (
 
 const (
 	plainDevice = "plain0"
-	plainMTU    = 1440 // fits into the underlay with the overhead of either program that carries packets
+	plainMTU    = 1440 // fits into the underlay with WireGuard's overhead
 	plainPort   = 51820
 )
 
-// plainAddr returns the address in the tunnel of a host, counted from 1.
 func plainAddr(host int) netip.Addr { return netip.AddrFrom4([4]byte{10, 127, 0, byte(host)}) }
 
 // runPlain runs the minimal program called name with its only argument, until the program
 // ends. It returns false if there is no such program.
 func runPlain(name string, args []string) bool {
 	run, ok := map[string]func(string){
-		plainWireGuard: runWireGuard, plainUDP: runUDP,
-		plainList: runList, plainWatch: runWatch, plainKubeWatch: runKubeWatch,
+		plainWireGuard: runWireGuard, plainList: runList, plainWatch: runWatch, plainKubeWatch: runKubeWatch,
 	}[name]
 	if ok {
 		run(args[0])
@@ -44,17 +41,25 @@ func runPlain(name string, args []string) bool {
 	return ok
 }
 
-// startPlain starts a program that carries packets on each host, with its element of
-// configs, until the end of the bed.
-func (b *bed) startPlain(ctx context.Context, name string, configs []string) {
-	for i, h := range b.lab.Hosts() {
-		cmd := &exec.Cmd{Path: must.Get(os.Executable()), Args: []string{name, configs[i]}, Stderr: os.Stderr}
-		must.Do(h.Start(cmd))
-		b.plain = append(b.plain, cmd)
+// startPlain starts the minimal program called name on a host, with config as its only argument. It waits until
+// the program reports that it carries packets, has read the data, or has begun its watch. See sayThere. The
+// caller must call end.
+func (b *bed) startPlain(ctx context.Context, h *lab.Host, name, config string) *exec.Cmd {
+	cmd := &exec.Cmd{Path: must.Get(os.Executable()), Args: []string{name, config}, Stderr: os.Stderr}
+	says := must.Get(cmd.StdoutPipe())
+	must.Do(h.Start(cmd))
 
-		// Up to five seconds for the device.
-		script := fmt.Sprintf("for i in $(seq 100); do ip link show %[1]s >/dev/null 2>&1 && break; sleep 0.05; done; "+
-			"ip addr add %[2]s/24 dev %[1]s && ip link set %[1]s mtu %[3]d up", plainDevice, plainAddr(i+1), plainMTU)
-		must.Get(h.Exec(ctx, "sh", "-c", script))
+	defer context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() })() // ends the wait below, because the program may never report
+	if _, err := says.Read(make([]byte, 1)); err != nil {
+		end(cmd)
+		must.Fail("%s has ended: %w", name, err)
 	}
+	return cmd
+}
+
+func sayThere() { must.Get(os.Stdout.Write([]byte{'.'})) }
+
+func end(cmd *exec.Cmd) {
+	_ = cmd.Process.Kill() // the result of a killed process does not matter
+	_ = cmd.Wait()
 }

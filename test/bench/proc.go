@@ -85,7 +85,6 @@ func metrics(ctx context.Context, d *lab.Daemon) string {
 	return page
 }
 
-// figure returns the value of a Prometheus metric without labels, which page must have.
 func figure(page, name string) float64 {
 	for line := range strings.Lines(page) {
 		if value, ok := strings.CutPrefix(line, name+" "); ok {
@@ -103,7 +102,6 @@ func requests(ctx context.Context, host *lab.Host) figures.Counts {
 	return figures.EtcdMessages(ctx, &http.Client{Transport: transport, Timeout: 10 * time.Second}, host.EtcdEndpoint())
 }
 
-// eth0 returns the attributes of the host's interface to the underlay, with its counters.
 func eth0(ctx context.Context, h *lab.Host) (attrs *netlink.LinkAttrs) {
 	withNetlink(ctx, h, func(nl *netlink.Handle) { attrs = must.Get(nl.LinkByName("eth0")).Attrs() })
 	return attrs

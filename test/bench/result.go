@@ -95,7 +95,6 @@ func (r *report) find(group, name string, n int) *metric {
 	return r.Metrics[i]
 }
 
-// sizes returns the numbers of peers for which the report has the metric.
 func (r *report) sizes(group, name string) (sizes []int) {
 	for _, m := range r.Metrics {
 		if m.Group == group && m.Name == name {
@@ -129,7 +128,6 @@ func (r *report) groups() [][]*metric {
 	return groups
 }
 
-// heading returns a line about the measured version, the run and the machine.
 func (r *report) heading() string {
 	size := "full"
 	if r.Quick {
@@ -207,7 +205,6 @@ func (r *report) markdown(out io.Writer, tableSize int) {
 	}
 }
 
-// title returns the name with the unit.
 func (m *metric) title() string {
 	if m.Unit == "" {
 		return m.Name
@@ -215,8 +212,6 @@ func (m *metric) title() string {
 	return m.Name + ", " + m.Unit
 }
 
-// cell returns the median, the least and the greatest value in brackets unless all are equal, and the
-// target.
 func (m *metric) cell() string {
 	text := chart.Number(m.median())
 	if least, most := slices.Min(m.Values), slices.Max(m.Values); least < most {

@@ -41,8 +41,6 @@ type rtnl struct {
 	msg int // offset in out of the message that is being built
 }
 
-// openRTNL opens a socket in the calling thread's network namespace, and joins the multicast
-// groups.
 func openRTNL(groups ...int) *rtnl {
 	fd := must.Get(unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE))
 	r := &rtnl{fd: fd, buf: make([]byte, 256<<10)}
@@ -113,7 +111,6 @@ func (r *rtnl) flush() {
 	}
 }
 
-// dump sends a dump request, and calls the function each for every message of the answer.
 func (r *rtnl) dump(typ uint16, header []byte, each func(payload []byte), attrs ...attr) {
 	r.add(typ, 0, header, attrs...)
 	r.send(unix.NLM_F_DUMP)
@@ -141,7 +138,6 @@ func (r *rtnl) answers(each func(typ uint16, payload []byte)) {
 	}
 }
 
-// receive reads one datagram and calls the function each for every message in it.
 func (r *rtnl) receive(each func(typ uint16, seq uint32, payload []byte)) error {
 	n, _, err := unix.Recvfrom(r.fd, r.buf, 0)
 	for errors.Is(err, unix.EINTR) {
@@ -164,7 +160,6 @@ func (r *rtnl) receive(each func(typ uint16, seq uint32, payload []byte)) error 
 	return nil
 }
 
-// attrs calls the function each for every attribute in b.
 func attrs(b []byte, each func(typ uint16, data []byte)) {
 	for len(b) >= 4 {
 		n := int(binary.NativeEndian.Uint16(b))
@@ -218,11 +213,8 @@ func (r *rtnl) delNexthop(id uint32) {
 	r.add(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0), attr32(nhaID, id))
 }
 
-// putRouteByID adds a message that adds or replaces a route through the nexthop object with that
-// id. A metric of 0 is none.
-func (r *rtnl) putRouteByID(dst netip.Prefix, id, metric uint32) {
-	r.add(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_UNIVERSE, 0),
-		attrAddr(unix.RTA_DST, dst.Addr()), attr32(unix.RTA_PRIORITY, metric), attr32(rtaNHID, id))
+func (r *rtnl) putRouteByID(dst netip.Prefix, id uint32) {
+	r.add(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_UNIVERSE, 0), attrAddr(unix.RTA_DST, dst.Addr()), attr32(rtaNHID, id))
 }
 
 func (r *rtnl) putRoute(dst netip.Prefix, ifindex int, gateway netip.Addr, flags uint32) {
@@ -281,6 +273,34 @@ func (r *rtnl) dumpRoutes(ifindex int, each func(dst netip.Prefix, one kernelRou
 			each(dst, one)
 		}
 	}, only...)
+}
+
+// kernelRoute is a route to a peer, without its destination.
+type kernelRoute struct {
+	metric  uint32
+	gateway netip.Addr
+}
+
+// parseRoute returns the route that a message describes. ok is false if it is not a unicast route in the
+// main table.
+func parseRoute(payload []byte) (dst netip.Prefix, one kernelRoute, ok bool) {
+	if len(payload) < unix.SizeofRtMsg || payload[4] != unix.RT_TABLE_MAIN || payload[7] != unix.RTN_UNICAST {
+		return dst, one, false
+	}
+
+	dst = netip.PrefixFrom(netip.IPv4Unspecified(), 0)
+	attrs(payload[unix.SizeofRtMsg:], func(typ uint16, data []byte) {
+		switch typ {
+		case unix.RTA_DST:
+			a, _ := netip.AddrFromSlice(data)
+			dst = netip.PrefixFrom(a, int(payload[1]))
+		case unix.RTA_GATEWAY:
+			one.gateway, _ = netip.AddrFromSlice(data)
+		case unix.RTA_PRIORITY:
+			one.metric = binary.NativeEndian.Uint32(data)
+		}
+	})
+	return dst, one, true
 }
 
 func (r *rtnl) dumpNexthops(each func(id uint32)) {

@@ -8,8 +8,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/netip"
-	"os"
-	"strings"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/probe/ping"
@@ -33,46 +31,21 @@ type carried struct {
 }
 
 // ways are the ways for packets to the other host that are compared.
-type ways struct{ vxlan, udp, many, single map[string]carried }
+type ways struct{ vxlan, udp, many map[string]carried }
 
-// congestion selects a congestion control algorithm of TCP.
-type congestion struct {
-	suffix string // appended to the names of metrics
-	args   []string
-}
-
-// congestions returns the congestion control algorithms with which udp is measured: the one
-// that this machine uses and, if that is another one, cubic, which is Linux's default. BBR
-// works in timers, and the kernel charges their CPU time to the process that happens to run,
-// often a daemon. cubic has no such timers.
-func congestions() []congestion {
-	const linux = "cubic"
-	own := must.Get(os.ReadFile("/proc/sys/net/ipv4/tcp_congestion_control"))
-	all := []congestion{{}}
-	if strings.TrimSpace(string(own)) != linux {
-		all = append(all, congestion{", " + linux, []string{"-C", linux}})
-	}
-	return all
-}
-
-// measureUDP compares the udp backend with vxlan, with itself beside 5,000 peers, and with a program
-// that carries packets one by one. It measures TCP between hosts and between pods behind a
-// bridge, and UDP between hosts. In each round the program and each backend have a lab of
-// their own. Ratios are computed within a round.
+// measureUDP compares the udp backend with vxlan, and with itself beside 5,000 peers. It measures TCP
+// between hosts and between pods behind a bridge, and UDP between hosts. In each round each backend has
+// a lab of its own. Ratios are computed within a round.
+//
+// TCP uses the congestion control of this machine. BBR works in timers, and the kernel charges their CPU
+// time to the process that happens to run, often a daemon. CUBIC has no such timers.
 func (r *runner) measureUDP(ctx context.Context) {
-	both := congestions()
 	for range r.rounds {
-		r.reportWays(both, ways{
-			vxlan:  r.measureWay(ctx, "vxlan", 0, both),
-			udp:    r.measureWay(ctx, "udp", 0, both),
-			many:   r.measureWay(ctx, "udp", 5000, both[:1]),
-			single: r.measureSingle(ctx),
-		})
+		r.reportWays(ways{vxlan: r.measureWay(ctx, "vxlan", 0), udp: r.measureWay(ctx, "udp", 0), many: r.measureWay(ctx, "udp", 5000)})
 	}
 }
 
-// measureWay measures a backend with that number of further peers.
-func (r *runner) measureWay(ctx context.Context, backend string, peers int, with []congestion) map[string]carried {
+func (r *runner) measureWay(ctx context.Context, backend string, peers int) map[string]carried {
 	b := newBed(ctx, r.flanneld)
 	defer b.close()
 	b.configure(ctx, backend, peers)
@@ -81,35 +54,16 @@ func (r *runner) measureWay(ctx context.Context, backend string, peers int, with
 	pods := b.lab.Pods()
 	hosts := b.lab.Hosts()
 	bridge := pods[1].Addrs()[0].Prev() // the address of the bridge on host 2
-	for _, c := range with {
-		for _, n := range []string{"1 stream", "4 streams"} {
-			args := append([]string{"-P", n[:1]}, c.args...)
-			results["TCP, "+n+", hosts"+c.suffix] = r.iperf(ctx, b, hosts[0].Namespace, hosts[1].Namespace, bridge, args...)
-			results["TCP, "+n+", pods"+c.suffix] = r.iperf(ctx, b, pods[0].Namespace, pods[1].Namespace, pods[1].Addrs()[0], args...)
-		}
+	for _, n := range []string{"1 stream", "4 streams"} {
+		results["TCP, "+n+", hosts"] = r.iperf(ctx, b, hosts[0].Namespace, hosts[1].Namespace, bridge, "-P", n[:1])
+		results["TCP, "+n+", pods"] = r.iperf(ctx, b, pods[0].Namespace, pods[1].Namespace, pods[1].Addrs()[0], "-P", n[:1])
 	}
-	r.floods(ctx, b, bridge, results)
-	return results
-}
-
-// measureSingle floods the tunnel of the program that carries packets one by one.
-func (r *runner) measureSingle(ctx context.Context) map[string]carried {
-	b := newBed(ctx, r.flanneld)
-	defer b.close()
-	b.startPlain(ctx, plainUDP, b.udpPair())
-	results := map[string]carried{}
-	r.floods(ctx, b, plainAddr(2), results)
-	return results
-}
-
-func (r *runner) floods(ctx context.Context, b *bed, to netip.Addr, results map[string]carried) {
-	hosts := b.lab.Hosts()
 	for _, what := range []string{smallPackets, gatheredPackets} {
-		results[what] = r.flood(ctx, b, hosts[0].Namespace, hosts[1].Namespace, to, what == gatheredPackets)
+		results[what] = r.flood(ctx, b, hosts[0].Namespace, hosts[1].Namespace, bridge, what == gatheredPackets)
 	}
+	return results
 }
 
-// connect starts a daemon and a pod on each host, and waits until the pods reach each other.
 func (b *bed) connect(ctx context.Context) {
 	ready, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
@@ -127,7 +81,6 @@ func (b *bed) connect(ctx context.Context) {
 	}
 }
 
-// flowTime is how long packets flow in one test.
 func (r *runner) flowTime() time.Duration {
 	if r.quick {
 		return time.Second
@@ -187,40 +140,26 @@ func (b *bed) carriersSpend(f func()) time.Duration {
 	return figures.ProcessCPU(pids[0]) + figures.ProcessCPU(pids[1]) - before
 }
 
-// reportWays records the results of one round, and their ratios.
-func (r *runner) reportWays(both []congestion, w ways) {
-	for _, c := range both {
-		for _, way := range []string{"1 stream, hosts", "4 streams, hosts", "1 stream, pods", "4 streams, pods"} {
-			what := "TCP, " + way + c.suffix
-			r.report.add(udpGroup, what, -1, "Gbit/s", w.udp[what].gbps)
-			ofVXLAN := w.udp[what].gbps / w.vxlan[what].gbps
-			cpu := what + ", CPU of both daemons"
-			if c.suffix != "" {
-				r.report.add(udpGroup, what+" / vxlan", -1, "", ofVXLAN)
-				r.report.add(udpGroup, cpu, -1, "s/Gbit", w.udp[what].cpuPerGbit)
-				continue
-			}
-
-			least := 0.6
-			if way[0] == '4' {
-				least = 0.4
-			}
-
-			r.atLeast(what+" / vxlan", "", ofVXLAN, least)
-			r.report.add(udpGroup, cpu, -1, "s/Gbit", w.udp[what].cpuPerGbit, 0.18)
-			r.report.add(udpGroup, what+", 5,000 peers / none", -1, "", w.many[what].gbps/w.udp[what].gbps)
+func (r *runner) reportWays(w ways) {
+	for _, way := range []string{"1 stream, hosts", "4 streams, hosts", "1 stream, pods", "4 streams, pods"} {
+		what := "TCP, " + way
+		least := 0.6
+		if way[0] == '4' {
+			least = 0.4
 		}
+
+		r.report.add(udpGroup, what, -1, "Gbit/s", w.udp[what].gbps)
+		r.atLeast(what+" / vxlan", "", w.udp[what].gbps/w.vxlan[what].gbps, least)
+		r.report.add(udpGroup, what+", CPU of both daemons", -1, "s/Gbit", w.udp[what].cpuPerGbit, 0.18)
+		r.report.add(udpGroup, what+", 5,000 peers / none", -1, "", w.many[what].gbps/w.udp[what].gbps)
 	}
 
 	for _, what := range []string{smallPackets, gatheredPackets} {
-		udp, single := w.udp[what], w.single[what]
+		udp := w.udp[what]
 		r.atLeast(what, "packets/s", udp.pps, 300_000)
 		r.report.add(udpGroup, what+", 5,000 peers / none", -1, "", w.many[what].pps/udp.pps)
 		r.report.add(udpGroup, what+", vxlan", -1, "packets/s", w.vxlan[what].pps)
-		r.report.add(udpGroup, what+", packet by packet", -1, "packets/s", single.pps)
 		r.report.add(udpGroup, what+", CPU of both daemons", -1, "s/Mpacket", udp.cpuPerMpkt)
-		r.report.add(udpGroup, what+", CPU, packet by packet", -1, "s/Mpacket", single.cpuPerMpkt)
-		r.atLeast(what+", for a CPU second, udp / packet by packet", "", single.cpuPerMpkt/udp.cpuPerMpkt, 4)
 	}
 }
 

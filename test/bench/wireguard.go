@@ -55,7 +55,7 @@ func (r *runner) wireguardCPU(ctx context.Context, who string) carried {
 	if who == "flanneld" {
 		to = b.startWireGuard(ctx)
 	} else {
-		b.startPlain(ctx, plainWireGuard, b.wireguardPair())
+		b.startWireGuardGo(ctx)
 	}
 	hosts := b.lab.Hosts()
 	return r.iperf(ctx, b, hosts[0].Namespace, hosts[1].Namespace, to)
@@ -86,18 +86,18 @@ func (r *runner) wireguardRestart(ctx context.Context) {
 	r.report.add(wireguardGroup, "longest time without an answer at a restart", -1, "ms", ms(flow.Stop().Gap), 1000)
 }
 
-// wireguardPair returns the configurations of runWireGuard for two hosts that are peers,
-// with new keys.
-func (b *bed) wireguardPair() (configs []string) {
+// startWireGuardGo runs wireguard-go on both hosts, with new keys, until the end of the bed.
+func (b *bed) startWireGuardGo(ctx context.Context) {
+	hosts := b.lab.Hosts()
 	keys := [2]wgtypes.Key{must.Get(wgtypes.GeneratePrivateKey()), must.Get(wgtypes.GeneratePrivateKey())}
-	for i := range keys {
+	for i, h := range hosts {
 		other := 1 - i
 		public := keys[other].PublicKey()
-		configs = append(configs, fmt.Sprintf("private_key=%s\nlisten_port=%d\npublic_key=%s\nendpoint=%s\nallowed_ip=%s/32\n",
+		b.plain = append(b.plain, b.startPlain(ctx, h, plainWireGuard, fmt.Sprintf("private_key=%s\nlisten_port=%d\npublic_key=%s\nendpoint=%s\nallowed_ip=%s/32\n",
 			hex.EncodeToString(keys[i][:]), plainPort, hex.EncodeToString(public[:]),
-			netip.AddrPortFrom(b.lab.Hosts()[other].Addr(prefix.IPv4), plainPort), plainAddr(other+1)))
+			netip.AddrPortFrom(hosts[other].Addr(prefix.IPv4), plainPort), plainAddr(other+1))))
+		must.Get(h.Exec(ctx, "sh", "-c", fmt.Sprintf("ip addr add %[2]s/24 dev %[1]s && ip link set %[1]s mtu %[3]d up", plainDevice, plainAddr(i+1), plainMTU)))
 	}
-	return configs
 }
 
 // runWireGuard runs wireguard-go with its own TUN device and sockets, and nothing else,
@@ -106,6 +106,7 @@ func runWireGuard(config string) {
 	d := device.NewDevice(must.Get(tun.CreateTUN(plainDevice, plainMTU)), conn.NewDefaultBind(), device.NewLogger(device.LogLevelSilent, ""))
 	must.Do(d.IpcSet(config))
 	must.Do(d.Up())
+	sayThere()
 	<-d.Wait()
 	must.Fail("the device has gone")
 }

@@ -5,6 +5,7 @@
 package e2e
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -119,7 +120,8 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 		}
 		cfg.Network = reserveSubnetsFrom200(t, network)
 	}
-	cfg.Flanneld, cfg.Etcd.Program = flanneld(), built("flannel-lab")
+	cfg.Flanneld = flanneld()
+	cfg.Etcd.Program = cmp.Or(cfg.Etcd.Program, built("flannel-lab"))
 	// The store has little to do. With several threads, most of its CPU time would be spent on waking
 	// them.
 	cfg.Etcd.Env = []string{"GOMAXPROCS=1"}

@@ -249,7 +249,7 @@ func (w *walk) options(h *lab.Host) lab.FlanneldOptions {
 // file returns the path of the file from which a host reads its network configuration in a cluster of Kubernetes.
 func (w *walk) file(h *lab.Host) string { return filepath.Join(w.kube.dir, h.Name()+".json") }
 
-// etcds are the programs that run the stores of walks. The empty one is linked into the tests.
+// etcds are the programs that run the stores of walks. The empty one is that of other labs.
 var etcds = []string{"", "/usr/bin/etcd", "../../bin/tools/etcd-3.5", "../../bin/tools/etcd-3.6"}
 
 func newWalk(t *testing.T, seed uint64) *walk {
@@ -273,8 +273,8 @@ var several = []string{"green", "red"}
 func walkWithEtcd(t *testing.T, seed uint64, steps int) {
 	t.Logf("this walk again: make walk WALKFLAGS='-seed %d -steps %d'", seed, steps)
 	w := newWalk(t, seed)
-	cfg := lab.Config{Hosts: 2 + w.r.IntN(2), Families: dual, Etcd: lab.EtcdOptions{Server: etcds[seed%uint64(len(etcds))]}}
-	w.log("the store is etcd %q", cfg.Etcd.Server)
+	cfg := lab.Config{Hosts: 2 + w.r.IntN(2), Families: dual, Etcd: lab.EtcdOptions{Program: etcds[seed%uint64(len(etcds))]}}
+	w.log("the store is etcd %q", cfg.Etcd.Program)
 	if w.r.IntN(3) > 0 {
 		cfg.Network = json.RawMessage(w.add("").now.String())
 	} else {
@@ -567,9 +567,9 @@ func (w *walk) fault() func() {
 			w.log("kill etcd for %s", duration)
 			e.Kill()
 			pause(w.t, duration)
-			if e.Server() == etcds[2] {
+			if e.Program == etcds[2] {
 				w.log("upgrade etcd to %s", etcds[3])
-				e.SetServer(etcds[3])
+				e.Program = etcds[3]
 			}
 			w.try(e.Start(testContext(w.t)))
 		},

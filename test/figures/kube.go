@@ -5,6 +5,7 @@ package figures
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net/http"
@@ -89,9 +90,13 @@ func (k *Kube) Request(ctx context.Context, token, method, path, kind string, bo
 	return resp
 }
 
-// Do sends a request like Request, and returns the body of the response.
-func (k *Kube) Do(ctx context.Context, token, method, path, kind string, body []byte) []byte {
-	resp := k.Request(ctx, token, method, path, kind, body)
+// Do sends a request like Request, with body as JSON unless it is nil, and returns the body of the response.
+func (k *Kube) Do(ctx context.Context, token, method, path, kind string, body any) []byte {
+	var text []byte
+	if body != nil {
+		text = must.Get(json.Marshal(body))
+	}
+	resp := k.Request(ctx, token, method, path, kind, text)
 	defer resp.Body.Close()
 	return must.Get(io.ReadAll(resp.Body))
 }

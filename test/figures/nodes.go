@@ -4,7 +4,9 @@ package figures
 
 import (
 	"context"
+	"encoding/binary"
 	"fmt"
+	"net/netip"
 
 	"golang.org/x/sync/errgroup"
 
@@ -20,6 +22,13 @@ func Each(from, to int, f func(int)) {
 		group.Go(func() error { return must.Catch(func() { f(i) }) })
 	}
 	must.Do(group.Wait())
+}
+
+// Addr returns the address at an offset from an IPv4 address.
+func Addr(first string, offset int) netip.Addr {
+	a := netip.MustParseAddr(first).As4()
+	binary.BigEndian.PutUint32(a[:], binary.BigEndian.Uint32(a[:])+uint32(offset))
+	return netip.AddrFrom4(a)
 }
 
 // NodeImages returns a list of images for the status of a Node, about 15 kB. It is the greater

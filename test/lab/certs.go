@@ -70,8 +70,6 @@ func NewAuthority(dir string) (*Authority, error) {
 // CA returns the path of the authority's own certificate.
 func (a *Authority) CA() string { return a.file }
 
-// writeTLSFiles creates an authority and a certificate for a server at addrs. With client it also
-// creates one for clients.
 func writeTLSFiles(dir, server string, addrs []netip.Addr, client bool) (f TLSFiles, err error) {
 	ca, err := NewAuthority(dir)
 	if err != nil {

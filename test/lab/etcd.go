@@ -3,11 +3,10 @@
 package lab
 
 import (
-	"bufio"
 	"context"
-	"encoding/json"
 	"fmt"
 	"net"
+	"net/http"
 	"net/netip"
 	"os"
 	"strings"
@@ -27,28 +26,23 @@ type EtcdOptions struct {
 	// certificates. The lab configures its own clients and daemons accordingly.
 	TLS, ClientCerts bool
 
-	// Program is the path of the binary that runs the store; empty means this binary. Its main
-	// must call RunChild first, like that of flannel-lab. A test that is built with the race
-	// detector names a binary that is not, because the race detector multiplies the CPU time
-	// of the store.
+	// Program is the path of the binary that runs the store; empty means this binary. It is etcd, or its main
+	// calls RunChild first, like that of flannel-lab. A test that is built with the race detector names a binary
+	// that is not, because the race detector multiplies the CPU time of the store.
 	Program string
 
 	Env []string // variables of the store's process, as NAME=value
-
-	// Server is the path of a program etcd, which then runs the store instead of Program. It cannot have TLS.
-	Server string
 }
 
 // Etcd is a store with a single member. It is a separate process in the router's
 // namespace.
 type Etcd struct {
 	server
+	Program string // as EtcdOptions.Program; the next Start runs it
 	n       *Namespace
 	addrs   []netip.Addr
 	files   TLSFiles // zero without TLS
-	path    string   // of the binary that runs the store
 	env     []string
-	program string // EtcdOptions.Server
 
 	login          sync.Mutex // protects user and password
 	user, password string
@@ -61,10 +55,10 @@ const (
 )
 
 func newEtcd(n *Namespace, addrs []netip.Addr, opt EtcdOptions) (*Etcd, error) {
-	e := &Etcd{n: n, addrs: addrs, path: opt.Program, env: opt.Env, program: opt.Server}
+	e := &Etcd{Program: opt.Program, n: n, addrs: addrs, env: opt.Env}
 	var err error
-	if e.path == "" {
-		if e.path, err = os.Executable(); err != nil {
+	if e.Program == "" {
+		if e.Program, err = os.Executable(); err != nil {
 			return nil, fmt.Errorf("find the binary that runs etcd: %w", err)
 		}
 	}
@@ -89,85 +83,43 @@ func (e *Etcd) Login(user, password string) {
 // Start starts the store with its existing data, and waits until it answers. It must not
 // be running.
 func (e *Etcd) Start(ctx context.Context) error {
-	if e.program != "" {
-		return e.startProgram(ctx)
-	}
-
-	cfg := etcdConfig{Dir: etcdDir, URLs: e.Endpoints(), CertFile: e.files.serverCert, KeyFile: e.files.serverKey}
-	if e.files.ClientCert != "" {
-		cfg.ClientCAFile = e.files.CA
-	}
-
-	arg, err := json.Marshal(cfg)
-	if err != nil {
-		return err
-	}
-	serving, out, err := os.Pipe()
-	if err != nil {
-		return fmt.Errorf("start etcd: %w", err)
-	}
-	defer serving.Close()
-
-	p, err := startProcess(ctx, e.n, processSpec{
-		name: etcdChild, path: e.path, args: []string{string(arg)}, env: childEnv(e.env), out: out,
-	})
-	out.Close()
+	p, err := startProcess(ctx, e.n, processSpec{name: etcdChild, path: e.Program, args: e.args(), env: childEnv(e.env)})
 	if err != nil {
 		return fmt.Errorf("start etcd: %w", err)
 	}
 	e.started(p)
 
-	// The store writes a line when it serves. A deadline in the past ends the wait for it.
-	stop := context.AfterFunc(ctx, func() { _ = serving.SetReadDeadline(time.Unix(1, 0)) })
-	defer stop()
-	if _, err := bufio.NewReader(serving).ReadString('\n'); err != nil {
-		if ctx.Err() != nil {
-			return fmt.Errorf("wait for etcd: %w", context.Cause(ctx))
+	transport := &http.Transport{DialContext: e.n.Dial, DisableKeepAlives: true}
+	if e.files.CA != "" {
+		if transport.TLSClientConfig, err = e.files.clientConfig(); err != nil {
+			return fmt.Errorf("start etcd: %w", err)
 		}
-		<-p.exited // a process that closes its standard output ends
-		return fmt.Errorf("start etcd: %w", p.ended())
 	}
-	return nil
+
+	// A store without space is not healthy, but it answers this request.
+	url := e.Endpoints()[0] + "/version"
+	client := &http.Client{Transport: transport, Timeout: 2 * time.Second}
+	return p.await(ctx, 10*time.Millisecond, func() error { return get(ctx, client, url) })
 }
 
-// Server returns the program that runs the store: EtcdOptions.Server, or that of SetServer.
-func (e *Etcd) Server() string { return e.program }
-
-// SetServer makes the next Start run another program etcd, such as the next release.
-func (e *Etcd) SetServer(path string) { e.program = path }
-
-func (e *Etcd) startProgram(ctx context.Context) error {
+func (e *Etcd) args() []string {
 	urls := strings.Join(e.Endpoints(), ",")
-	p, err := startProcess(ctx, e.n, processSpec{name: "etcd", path: e.program, env: childEnv(e.env), args: []string{
+	args := []string{
 		"--data-dir=" + etcdDir, "--listen-client-urls=" + urls, "--advertise-client-urls=" + urls,
-		"--listen-peer-urls=http://127.0.0.1:2380", "--log-level=error",
-	}})
-	if err != nil {
-		return fmt.Errorf("start etcd: %w", err)
+		"--listen-peer-urls=http://127.0.0.1:2380", "--log-level=error", "--unsafe-no-fsync",
+		// A single member waits for no other member, so a short election timeout makes it start
+		// quickly. It also allows leases with a short TTL, because etcd derives the shortest
+		// TTL from it. A shorter heartbeat would make an idle etcd use more CPU time.
+		"--heartbeat-interval=100", "--election-timeout=500",
+		"--bcrypt-cost=4", // the minimum, so that a login takes less than a second even with the race detector
 	}
-	e.started(p)
-
-	c, err := e.Client(ctx)
-	if err != nil {
-		return err
+	if e.files.CA != "" {
+		args = append(args, "--cert-file="+e.files.serverCert, "--key-file="+e.files.serverKey)
 	}
-	defer c.Close()
-
-	// The client repeats a request until the store answers.
-	ctx, stop := context.WithCancelCause(ctx)
-	defer stop(nil)
-	go func() {
-		select {
-		case <-p.exited:
-			stop(p.ended())
-		case <-ctx.Done():
-		}
-	}()
-
-	if _, err := c.Get(ctx, Prefix); err != nil {
-		return fmt.Errorf("wait for etcd: %w: %w", context.Cause(ctx), err)
+	if e.files.ClientCert != "" {
+		args = append(args, "--client-cert-auth", "--trusted-ca-file="+e.files.CA)
 	}
-	return nil
+	return args
 }
 
 // Endpoints returns the URLs of the store, one for each address of the router on the underlay.

@@ -10,7 +10,6 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// enterNetNS moves the calling thread into a new network namespace.
 func enterNetNS(n *Namespace) (err error) {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		return fmt.Errorf("unshare network: %w", err)

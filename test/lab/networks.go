@@ -76,8 +76,6 @@ func (l *Lab) networkNames() []string { // none for the only network, which has 
 	return names
 }
 
-// leaseRoots returns the etcd prefix of each network, by its name, which is empty for the only
-// network.
 func (l *Lab) leaseRoots() map[string]string {
 	roots := map[string]string{}
 	for _, name := range l.networkNames() {

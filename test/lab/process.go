@@ -197,7 +197,6 @@ func (p *process) ended() error {
 	return fmt.Errorf("%s: %v%s", p.name, p.cmd.ProcessState, p.log.lastLine())
 }
 
-// await asks the process until ask succeeds.
 func (p *process) await(ctx context.Context, period time.Duration, ask func() error) error {
 	tick := time.NewTicker(period)
 	defer tick.Stop()

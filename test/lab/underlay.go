@@ -33,8 +33,6 @@ func segmentAddr(f prefix.Family, segment, host int) netip.Prefix {
 // address only if the lab uses that family.
 func (l *Lab) RouterAddr(f prefix.Family) netip.Addr { return segmentAddr(f, 0, router).Addr() }
 
-// endpointAddrs returns the addresses at which the store and the API server listen. Every host can
-// reach all of them.
 func (l *Lab) endpointAddrs() []netip.Addr {
 	var addrs []netip.Addr
 	for s := range l.cfg.Segments {
@@ -45,8 +43,6 @@ func (l *Lab) endpointAddrs() []netip.Addr {
 	return addrs
 }
 
-// buildSegments creates a bridge for each segment, with addresses, so that the namespace routes
-// between the segments.
 func (l *Lab) buildSegments(ctx context.Context) error {
 	if err := l.underlay.boot(ctx); err != nil {
 		return err
@@ -143,8 +139,6 @@ func (l *Lab) answered(ctx context.Context, host *Host) error {
 	return nil
 }
 
-// plugged waits until eth0 in the namespace far, and the devices port and bridge in the namespace
-// near, have a carrier.
 func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Namespace) error {
 	// After many links have been created and removed, the kernel may take a second to notice a
 	// new carrier, and drops packets until then.
@@ -181,8 +175,6 @@ func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Nam
 	return nil
 }
 
-// pinNeighbours gives the hosts of a large lab permanent neighbour entries for the other hosts on
-// their segment.
 func (l *Lab) pinNeighbours(ctx context.Context) error {
 	// The kernel limits the neighbours that it resolves in all namespaces together, to 1024 by
 	// default (gc_thresh3). The entries of 33 hosts for each other exceed that limit.
@@ -221,7 +213,6 @@ func (l *Lab) pinNeighbours(ctx context.Context) error {
 	return nil
 }
 
-// plug creates a veth pair with one end in bridge.
 func plug(h *netlink.Handle, port *netlink.Veth, bridge string) error {
 	if err := h.LinkAdd(port); err != nil {
 		return fmt.Errorf("add veth %s: %w", port.Name, err)
@@ -237,7 +228,6 @@ func plug(h *netlink.Handle, port *netlink.Veth, bridge string) error {
 	return setUp(h, port)
 }
 
-// configure brings eth0 up with addresses and default routes.
 func configure(h *netlink.Handle, assigned []assignment) (eth0 netlink.Link, err error) {
 	if eth0, err = h.LinkByName("eth0"); err != nil {
 		return nil, fmt.Errorf("find eth0: %w", err)

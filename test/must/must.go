@@ -5,10 +5,27 @@
 package must
 
 import (
+	"context"
+	"errors"
+	"flag"
 	"fmt"
+	"os"
+	"os/signal"
 	"path/filepath"
 	"runtime"
+	"syscall"
 )
+
+// Main runs a program as a task, and ends the process if the task fails. ctx ends at SIGINT and SIGTERM.
+func Main(name string, run func(ctx context.Context)) {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := Catch(func() { run(ctx) })
+	stop()
+	if err != nil && !errors.Is(err, flag.ErrHelp) {
+		fmt.Fprintln(os.Stderr, name+":", err)
+		os.Exit(1)
+	}
+}
 
 // failure carries an error from Do, Get or Fail to Catch. Like the panics of encoding/json and
 // text/template, it does not leave the program: main calls everything within Catch.

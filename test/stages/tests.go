@@ -50,7 +50,6 @@ type test struct {
 	long      bool // whether a run with -short leaves it; true only if rest is
 }
 
-// stage returns the name of the stage that runs the test. A fuzz target also runs in the stage fuzz.
 func (t test) stage() string {
 	switch {
 	case strings.HasPrefix(t.name, "TestVM"):
@@ -186,12 +185,10 @@ func (s selection) timeout(ofShort, ofRest time.Duration) string {
 	return "-timeout=" + limit.String()
 }
 
-// fuzzTargets returns all fuzz targets of the module, of both parts.
 func (s selection) fuzzTargets() []test {
 	return slices.DeleteFunc(slices.Clone(s.tests), func(t test) bool { return !t.fuzzTarget() })
 }
 
-// findTests returns the tests of all packages of the module, including examples and fuzz targets.
 func findTests(ctx context.Context) ([]test, error) {
 	pkgs, err := packages(ctx)
 	if err != nil {
@@ -266,7 +263,6 @@ func testsOf(pkg, path string) ([]test, error) {
 	return tests, nil
 }
 
-// isTest reports whether go test runs a function with that name. It returns false for TestMain.
 func isTest(name string) bool {
 	if name == "TestMain" {
 		return false

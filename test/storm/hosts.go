@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/big"
 	"net/rpc"
 	"os"
 	"runtime"
@@ -30,7 +31,6 @@ import (
 // traffic of the managers.
 const hostsChild = "storm-hosts"
 
-// isHosts reports whether this process runs the managers of all hosts.
 func isHosts(args []string) bool { return len(args) == 2 && args[1] == hostsChild }
 
 // runHosts serves Hosts on standard input and output until the parent closes them.
@@ -89,19 +89,22 @@ func newHosts() *Hosts {
 	return &Hosts{registry: newRegistry(), hosts: map[int]*host{}, loaded: map[int]*host{}, former: map[int]subnet.Lease{}, stores: map[int]subnet.StoreID{}}
 }
 
+// Range contains the numbers of some hosts: of the first one, and of the one after the last.
+type Range struct{ From, To int }
+
 // Start contains the hosts to start, and how they start.
 type Start struct {
-	Store    Store
-	From, To int  // numbers of the first host and of the one after the last
-	Forget   bool // the hosts start without their former leases and without their last known state
+	Range
+	Store  Store
+	Forget bool          // the hosts start without their former leases and without their last known state
+	TTL    time.Duration // TTL of leases; zero means the default
+	Margin time.Duration // how long before the end of its lease a host renews it; zero means the default
 }
 
-// Store describes how hosts reach the store, and their leases in it.
+// Store describes how hosts reach the store.
 type Store struct {
 	Etcd       []string // endpoints; empty if the store is the Kubernetes API
 	Prefix     string
-	TTL        time.Duration // TTL of leases; zero means the default
-	Margin     time.Duration // how long before the end of its lease a host renews it; zero means the default
 	Kubeconfig string
 	NetConfig  string // path of the network configuration; only with Kubernetes
 }
@@ -121,7 +124,7 @@ func (s *Hosts) Load(a Start, _ *struct{}) error {
 			h.former = &l
 		}
 		s.loaded[i] = h
-		loading.Go(func() error { return h.load(a.Store) })
+		loading.Go(func() error { return h.load(a) })
 	}
 	return loading.Wait()
 }
@@ -147,14 +150,9 @@ func (s *Hosts) Start(a Start, _ *struct{}) error {
 	return nil
 }
 
-// Stop contains the hosts to stop: those with the numbers from From to To-1.
-type Stop struct{ From, To int }
-
-// Stopped is the answer to Stop: the leases of those stopped hosts that had one.
-type Stopped struct{ Leases []subnet.Lease }
-
-// Stop stops running hosts as if their power was cut: their leases stay in the store.
-func (s *Hosts) Stop(a Stop, r *Stopped) error {
+// Stop stops running hosts as if their power was cut: their leases stay in the store. It stores these leases
+// in leases.
+func (s *Hosts) Stop(a Range, leases *[]subnet.Lease) error {
 	var wg sync.WaitGroup
 	for i := a.From; i < a.To; i++ {
 		h := s.hosts[i]
@@ -172,7 +170,7 @@ func (s *Hosts) Stop(a Stop, r *Stopped) error {
 				s.known = h.observation.state()
 				s.known.Peers = append(s.known.Peers, subnet.Peer{Lease: l})
 			}
-			r.Leases = append(r.Leases, l)
+			*leases = append(*leases, l)
 		}
 	}
 
@@ -251,7 +249,7 @@ func (s *Hosts) State(_ struct{}, r *State) error { //nolint:unparam // net/rpc 
 	return nil
 }
 
-func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
+func (s *Hosts) state(expected *big.Int, renewed time.Time) (r State) {
 	r.Outages = s.outages
 	var times []time.Time
 	example := "" // why some host is not right
@@ -318,9 +316,8 @@ type manager interface {
 	Close() error
 }
 
-// load opens the manager of the host, with its last known state.
-func (h *host) load(s Store) (err error) {
-	h.manager, err = h.open(s, h.former)
+func (h *host) load(a Start) (err error) {
+	h.manager, err = h.open(a, h.former)
 	return err
 }
 
@@ -421,8 +418,6 @@ func (h *host) lease() (subnet.Lease, bool) {
 	return *h.own, true
 }
 
-// why returns a text with the error if the host has ended although it was not stopped. Otherwise it
-// returns "".
 func (h *host) why() string {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -4,7 +4,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"net/http"
 	"strings"
@@ -26,7 +25,6 @@ const (
 	bystanderToken = "bystander"
 )
 
-// startAPIServer starts an API server in which all service accounts have all rights.
 func startAPIServer(ctx context.Context, l *lab.Lab, program string) *apiServer {
 	account := func(token, namespace, name string) string {
 		return fmt.Sprintf(`%s,system:serviceaccount:%s:%s,%s,"system:serviceaccounts,system:serviceaccounts:%s,system:authenticated"`,
@@ -35,7 +33,7 @@ func startAPIServer(ctx context.Context, l *lab.Lab, program string) *apiServer 
 	s := &apiServer{figures.StartKube(ctx, l, l.Underlay(), flannelToken, networkConfig, lab.APIServerOptions{Path: program, Tokens: []string{
 		account(flannelToken, "kube-flannel", "flannel"), account(bystanderToken, "default", "bystander"),
 	}})}
-	s.send(ctx, figures.AdminToken, http.MethodPost, "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", map[string]any{
+	s.Do(ctx, figures.AdminToken, http.MethodPost, "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", figures.JSON, map[string]any{
 		"metadata": map[string]any{"name": "storm"},
 		"roleRef":  map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"},
 		"subjects": []any{map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": "system:serviceaccounts"}},
@@ -43,21 +41,11 @@ func startAPIServer(ctx context.Context, l *lab.Lab, program string) *apiServer 
 	return s
 }
 
-// send sends a request with the given token. The body is JSON, and a merge patch if the method is
-// PATCH.
-func (s *apiServer) send(ctx context.Context, token, method, path string, body any) {
-	kind := figures.JSON
-	if method == http.MethodPatch {
-		kind = figures.MergePatch
-	}
-	s.Do(ctx, token, method, path, kind, must.Get(json.Marshal(body)))
-}
-
 // join creates the Nodes of hosts. They have podCIDRs, but no annotations of flannel yet.
 func (s *apiServer) join(ctx context.Context, from, to int) {
 	figures.Each(from, to, func(i int) {
-		cidr := addr("10.128.0.0", (i+1)<<8).String() + "/24"
-		s.send(ctx, figures.AdminToken, http.MethodPost, figures.NodesPath, map[string]any{
+		cidr := figures.Addr("10.128.0.0", (i+1)<<8).String() + "/24"
+		s.Do(ctx, figures.AdminToken, http.MethodPost, figures.NodesPath, figures.JSON, map[string]any{
 			"apiVersion": "v1", "kind": "Node",
 			"metadata": map[string]any{"name": nodeName(i), "labels": map[string]any{"kubernetes.io/hostname": nodeName(i)}},
 			"spec":     map[string]any{"podCIDR": cidr, "podCIDRs": []string{cidr}},
@@ -68,14 +56,14 @@ func (s *apiServer) join(ctx context.Context, from, to int) {
 
 func (s *apiServer) leave(ctx context.Context, _ []subnet.Lease, from, to int) {
 	figures.Each(from, to, func(i int) {
-		s.send(ctx, figures.AdminToken, http.MethodDelete, figures.NodesPath+"/"+nodeName(i), map[string]any{})
+		s.Do(ctx, figures.AdminToken, http.MethodDelete, figures.NodesPath+"/"+nodeName(i), figures.JSON, map[string]any{})
 	})
 }
 
 func (s *apiServer) putExtra(ctx context.Context) subnet.Lease {
 	s.join(ctx, extra, extra+1)
 	l := subnet.Lease{Key: nodeName(extra), Endpoints: []subnet.Endpoint{{PublicIP: publicIP(extra)}}}
-	s.send(ctx, figures.AdminToken, http.MethodPatch, figures.NodesPath+"/"+l.Key, map[string]any{"metadata": map[string]any{"annotations": map[string]string{
+	s.Do(ctx, figures.AdminToken, http.MethodPatch, figures.NodesPath+"/"+l.Key, figures.MergePatch, map[string]any{"metadata": map[string]any{"annotations": map[string]string{
 		"flannel.alpha.coreos.com/kube-subnet-manager": "true", "flannel.alpha.coreos.com/backend-type": "vxlan",
 		"flannel.alpha.coreos.com/public-ip": publicIP(extra).String(), "flannel.alpha.coreos.com/backend-data": string(vtep(extra)),
 	}}})
@@ -96,7 +84,7 @@ func (s *apiServer) reach() Store {
 
 func (s *apiServer) writeAndRead(ctx context.Context) {
 	const path = "/api/v1/namespaces/default"
-	s.send(ctx, bystanderToken, http.MethodPatch, path, map[string]any{
+	s.Do(ctx, bystanderToken, http.MethodPatch, path, figures.MergePatch, map[string]any{
 		"metadata": map[string]any{"annotations": map[string]string{"storm": time.Now().String()}},
 	})
 	s.Do(ctx, bystanderToken, http.MethodGet, path, figures.JSON, nil)

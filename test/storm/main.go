@@ -8,18 +8,14 @@ package main
 import (
 	"cmp"
 	"context"
-	"errors"
 	"flag"
 	"fmt"
 	"io"
 	"os"
 	"os/exec"
-	"os/signal"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/flanneld/flanneld/test/figures"
@@ -86,7 +82,6 @@ func parse(args []string) options {
 	return o
 }
 
-// numbers parses list, the value of a flag with several numbers of hosts.
 func numbers(flag, list string) (sizes []int) {
 	for text := range strings.SplitSeq(list, ",") {
 		n, err := strconv.Atoi(text)
@@ -112,13 +107,7 @@ func main() {
 		return
 	}
 
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := must.Catch(func() { execute(ctx, os.Args[1:], os.Stdout) })
-	stop()
-	if err != nil && !errors.Is(err, flag.ErrHelp) {
-		fmt.Fprintln(os.Stderr, "storm:", err)
-		os.Exit(1)
-	}
+	must.Main("storm", func(ctx context.Context) { execute(ctx, os.Args[1:], os.Stdout) })
 }
 
 func execute(ctx context.Context, args []string, progress io.Writer) {
@@ -139,11 +128,10 @@ func execute(ctx context.Context, args []string, progress io.Writer) {
 	}
 }
 
-// one runs the scenarios with one store and n hosts, and adds their results to r.
 func one(ctx context.Context, o options, store string, n int, r *report, progress io.Writer) {
 	var etcd lab.EtcdOptions
-	if store == "etcd" {
-		etcd = etcdOptions(must.Get(filepath.Abs(o.etcd)))
+	if store == "etcd" { // with room for the data of all hosts
+		etcd = lab.EtcdOptions{Program: o.etcd, Env: []string{"ETCD_QUOTA_BACKEND_BYTES=" + strconv.Itoa(8<<30)}}
 	}
 	l := must.Get(lab.New(ctx, lab.Config{Hosts: 1, Etcd: etcd}))
 	defer l.Close()

@@ -3,7 +3,6 @@
 package main
 
 import (
-	"encoding/binary"
 	"encoding/json"
 	"fmt"
 	"net/netip"
@@ -12,6 +11,7 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/kube"
+	"github.com/flanneld/flanneld/test/figures"
 )
 
 // networkConfig has a subnet for each of about 32,000 hosts. extraSubnet is in its network, but no
@@ -22,27 +22,18 @@ const (
 )
 
 // publicIP returns the public address that a host publishes. No interface has this address.
-func publicIP(number int) netip.Addr { return addr("172.16.0.0", number+1) }
+func publicIP(number int) netip.Addr { return figures.Addr("172.16.0.0", number+1) }
 
-func addr(first string, offset int) netip.Addr {
-	a := netip.MustParseAddr(first).As4()
-	binary.BigEndian.PutUint32(a[:], binary.BigEndian.Uint32(a[:])+uint32(offset))
-	return netip.AddrFrom4(a)
-}
-
-// vtep returns the backend data that a host with the backend vxlan publishes.
 func vtep(number int) json.RawMessage {
 	return fmt.Appendf(nil, `{"VNI":1,"VtepMAC":"02:be:%02x:%02x:%02x:%02x"}`, byte(number>>24), byte(number>>16), byte(number>>8), byte(number))
 }
 
-// open opens the manager of a host. former is the lease of its last run. If former is nil, the
-// host starts without that lease and without a last known state.
-func (h *host) open(s Store, former *subnet.Lease) (manager, error) {
-	if len(s.Etcd) == 0 {
-		return h.openKube(s, former)
+func (h *host) open(a Start, former *subnet.Lease) (manager, error) {
+	if len(a.Store.Etcd) == 0 {
+		return h.openKube(a.Store, former)
 	}
 	c := etcd.Config{
-		Endpoints: s.Etcd, Prefix: s.Prefix, TTL: s.TTL, RenewMargin: s.Margin, OnStatus: h.onStatus, OnLease: h.onLease,
+		Endpoints: a.Store.Etcd, Prefix: a.Store.Prefix, TTL: a.TTL, RenewMargin: a.Margin, OnStatus: h.onStatus, OnLease: h.onLease,
 	}
 	if former != nil {
 		c.Previous = []netip.Prefix{former.Endpoints[0].Subnet}

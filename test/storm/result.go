@@ -30,7 +30,6 @@ func (r *result) String() string {
 	return text
 }
 
-// markdown writes the table of results as it stands on the page of the documentation.
 func (r *report) markdown(out io.Writer) {
 	fmt.Fprintf(out, "flanneld %s on %s, %s.\n\n", r.Commit, r.Date.UTC().Format("2006-01-02 15:04 UTC"), r.Machine)
 	fmt.Fprintln(out, "| scenario | store, hosts | leases, s | half right, s | all right, s | CPU, s | memory, MB | sent, MB | a host, kB | requests | bystander, s | CPU of hosts, s |")
@@ -48,7 +47,6 @@ func (r *report) markdown(out io.Writer) {
 	}
 }
 
-// seconds returns a number of seconds as text, or "" if it was not measured.
 func seconds(s float64) string {
 	if s <= 0 {
 		return ""
@@ -56,8 +54,6 @@ func seconds(s float64) string {
 	return chart.Number(s)
 }
 
-// charts returns the charts for which there are results, by file name without
-// extension.
 func (r *report) charts() map[string]chart.Chart {
 	all := map[string]chart.Chart{}
 	for _, kind := range []struct {

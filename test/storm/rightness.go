@@ -4,6 +4,7 @@ package main
 
 import (
 	"fmt"
+	"math/big"
 	"net/netip"
 	"sync"
 	"time"
@@ -24,7 +25,7 @@ type registry struct {
 	numbers map[identity]int
 	all     []identity       // the index is the number of the lease
 	byKey   map[string][]int // numbers of the leases with a key; there are several if the key moved to another host
-	live    bits
+	live    big.Int          // a bit for each number, set if the lease should exist
 }
 
 func newRegistry() *registry {
@@ -64,11 +65,7 @@ func (r *registry) expect(id identity, there bool) (number int) {
 	number = r.number(id)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if there {
-		r.live.set(number)
-	} else {
-		r.live.clear(number)
-	}
+	r.live.SetBit(&r.live, number, bit(there))
 	return number
 }
 
@@ -78,19 +75,28 @@ func (r *registry) identity(number int) identity {
 	return r.all[number]
 }
 
-func (r *registry) expected() bits {
+func (r *registry) expected() *big.Int {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	return r.live.clone()
+	return new(big.Int).Set(&r.live)
+}
+
+func bit(set bool) uint {
+	if set {
+		return 1
+	}
+	return 0
 }
 
 // observation records which leases of others one host knows.
 type observation struct {
 	registry *registry
 
-	mu      sync.Mutex
-	own     int  // number of this host's lease; -1 before it is acquired
-	have    bits // numbers of the leases that the host knows, without its own
+	mu  sync.Mutex
+	own int // number of this host's lease; -1 before it is acquired
+	// have has a bit for each number, set if the host knows the lease of another host. N hosts that each know N
+	// leases store N² of them.
+	have    big.Int
 	changed time.Time
 	store   subnet.StoreID // id of the store in the last update
 	ledger  *subnet.Ledger // for the last known state; only the reference has it, and it is nil in other hosts
@@ -114,30 +120,29 @@ func identify(l *subnet.Lease) identity {
 	return identity{l.Key, l.Endpoints[0].PublicIP}
 }
 
-// take records an update. It is the function that a host passes to its manager's Watch.
 func (s *observation) take(u subnet.Update) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	changed := false
 	s.store = u.Store
 	if u.Changed == nil {
-		var have bits
+		var have big.Int
 		for _, l := range u.Snapshot().Leases {
-			have.set(s.registry.number(identify(l)))
+			have.SetBit(&have, s.registry.number(identify(l)), 1)
 		}
-		changed = !have.equal(s.have)
-		s.have = have
+		changed = have.Cmp(&s.have) != 0
+		s.have.Set(&have)
 	}
 
 	for key, l := range u.Changed {
 		now := -1
 		if l != nil {
 			now = s.registry.number(identify(l))
-			changed = s.have.set(now) || changed
+			changed = s.know(now, true) || changed
 		}
 		for _, n := range s.registry.numbersOf(key) {
 			if n != now {
-				changed = s.have.clear(n) || changed
+				changed = s.know(n, false) || changed
 			}
 		}
 	}
@@ -154,6 +159,12 @@ func (s *observation) take(u subnet.Update) {
 	}
 }
 
+func (s *observation) know(number int, known bool) (changed bool) {
+	changed = s.have.Bit(number) != bit(known)
+	s.have.SetBit(&s.have, number, bit(known))
+	return changed
+}
+
 func (s *observation) acquired(l subnet.Lease) {
 	n := s.registry.expect(identify(&l), true)
 	s.mu.Lock()
@@ -163,23 +174,24 @@ func (s *observation) acquired(l subnet.Lease) {
 
 // right reports whether the host has a lease and knows exactly the other expected leases. It
 // also returns when the host's knowledge last changed.
-func (s *observation) right(expected bits) (bool, time.Time) {
+func (s *observation) right(expected *big.Int) (bool, time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.own >= 0 && s.have.equalWithout(expected, s.own), s.changed
+	return s.own >= 0 && s.have.Cmp(new(big.Int).SetBit(expected, s.own, 0)) == 0, s.changed
 }
 
 // difference returns a text about the first difference: the host has no lease, does not know an
 // expected one, or knows one that should not exist. It returns "" if the host is right.
-func (s *observation) difference(expected bits) string {
+func (s *observation) difference(expected *big.Int) string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.own < 0 {
 		return "has no lease"
 	}
 
-	for i := range 64 * max(len(s.have), len(expected)) {
-		has, want := s.have.has(i), expected.has(i) && i != s.own
+	for i := range max(s.have.BitLen(), expected.BitLen()) {
+		has := s.have.Bit(i) == 1
+		want := expected.Bit(i) == 1 && i != s.own
 		if has == want {
 			continue
 		}

@@ -6,7 +6,6 @@ import (
 	"context"
 	"fmt"
 	"net/http"
-	"strconv"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -56,11 +55,6 @@ type etcdServer struct {
 	etcd   *lab.Etcd
 	client *clientv3.Client
 	http   *http.Client
-}
-
-// etcdOptions makes program the store of a lab, with room for the data of all hosts.
-func etcdOptions(program string) lab.EtcdOptions {
-	return lab.EtcdOptions{Server: program, Env: []string{"ETCD_QUOTA_BACKEND_BYTES=" + strconv.Itoa(8<<30)}}
 }
 
 func newEtcdServer(ctx context.Context, l *lab.Lab) *etcdServer {

@@ -155,8 +155,6 @@ func (m *meter) restart(ctx context.Context) {
 	m.s.store.restart(ctx)
 }
 
-// end waits until the hosts are right, but no longer than the limit. It returns what the scenario has
-// cost.
 func (m *meter) end(ctx context.Context, scenario string) *result {
 	s := m.s
 	now := s.wait(ctx, time.Time{})
@@ -187,7 +185,6 @@ func (m *meter) end(ctx context.Context, scenario string) *result {
 	return r
 }
 
-// record adds a result to the report. The measurement ends if not all hosts are right.
 func (s *storm) record(r *result) {
 	s.report.Results = append(s.report.Results, r)
 	fmt.Fprintln(s.out, r)
@@ -196,8 +193,6 @@ func (s *storm) record(r *result) {
 	}
 }
 
-// wait waits until all hosts are right and have renewed their leases since the time renewed, but no longer
-// than the limit.
 func (s *storm) wait(ctx context.Context, renewed time.Time) (now State) {
 	s.call(ctx, "Wait", Wait{Limit: s.limit, Renewed: renewed}, &now)
 	return now
@@ -254,33 +249,17 @@ func (b *bystander) finish(r *result) {
 	}
 }
 
-// loadAll makes hosts read their last known state. It replaces a.Store by the store of s, except TTL and
-// Margin.
-func (s *storm) loadAll(ctx context.Context, a Start) {
-	a.Store.merge(s.store.reach())
-	s.call(ctx, "Load", a, &struct{}{})
+// startAll calls Start or Load, for hosts that use the store of s.
+func (s *storm) startAll(ctx context.Context, method string, a Start) {
+	a.Store = s.store.reach()
+	s.call(ctx, method, a, &struct{}{})
 }
 
-// startAll starts hosts. It replaces a.Store by the store of s, except TTL and Margin.
-func (s *storm) startAll(ctx context.Context, a Start) {
-	a.Store.merge(s.store.reach())
-	s.call(ctx, "Start", a, &struct{}{})
+func (s *storm) stopAll(ctx context.Context, a Range) (leases []subnet.Lease) {
+	s.call(ctx, "Stop", a, &leases)
+	return leases
 }
 
-// merge copies other to s. s keeps its TTL and Margin.
-func (s *Store) merge(other Store) {
-	other.TTL, other.Margin = s.TTL, s.Margin
-	*s = other
-}
-
-// stopAll stops hosts and returns the leases that they leave behind.
-func (s *storm) stopAll(ctx context.Context, a Stop) []subnet.Lease {
-	var r Stopped
-	s.call(ctx, "Stop", a, &r)
-	return r.Leases
-}
-
-// expect changes which leases the hosts must know to be right.
 func (s *storm) expect(ctx context.Context, gone bool, leases ...subnet.Lease) {
 	s.call(ctx, "Expect", Expect{Leases: leases, Gone: gone}, &struct{}{})
 }
@@ -304,20 +283,20 @@ func scenarios() []scenario {
 	}
 }
 
-// boot starts all hosts at once with an empty store.
 func (s *storm) boot(ctx context.Context) {
 	m := s.measure(ctx)
-	s.startAll(ctx, Start{To: s.n, Forget: true})
+	s.startAll(ctx, "Start", Start{Range: Range{To: s.n}, Forget: true})
 	s.record(m.end(ctx, "boot"))
 }
 
 // reboot starts all hosts at once after a power failure: they have their last known state, and the store
 // has their leases.
 func (s *storm) reboot(ctx context.Context) {
-	s.stopAll(ctx, Stop{To: s.n})
-	s.loadAll(ctx, Start{To: s.n})
+	all := Range{To: s.n}
+	s.stopAll(ctx, all)
+	s.startAll(ctx, "Load", Start{Range: all})
 	m := s.measure(ctx)
-	s.startAll(ctx, Start{To: s.n})
+	s.startAll(ctx, "Start", Start{Range: all})
 	s.record(m.end(ctx, "reboot"))
 }
 
@@ -367,11 +346,11 @@ func (s *storm) replace(ctx context.Context, old, fresh, count int, within time.
 		from := count * i / steps
 		to := count * (i + 1) / steps
 		if from < to {
-			gone := s.stopAll(ctx, Stop{From: old + from, To: old + to})
+			gone := s.stopAll(ctx, Range{old + from, old + to})
 			s.store.leave(ctx, gone, old+from, old+to)
 			s.expect(ctx, true, gone...)
 			s.store.join(ctx, fresh+from, fresh+to)
-			s.startAll(ctx, Start{From: fresh + from, To: fresh + to, Forget: true})
+			s.startAll(ctx, "Start", Start{Range: Range{fresh + from, fresh + to}, Forget: true})
 		}
 
 		select {
@@ -388,7 +367,7 @@ const extra = 20_000
 // renewAll makes all hosts renew their leases. For that it starts the hosts again, with leases that they
 // renew after the time s.renew instead of 23 hours.
 func (s *storm) renewAll(ctx context.Context) {
-	leases := s.stopAll(ctx, Stop{To: s.n})
+	leases := s.stopAll(ctx, Range{To: s.n})
 
 	// The leases that the former scenario has left have another TTL, so each host would first replace
 	// its own lease.
@@ -398,7 +377,7 @@ func (s *storm) renewAll(ctx context.Context) {
 	if s.renew < time.Minute { // with a TTL of an hour, managers would not renew leases that early
 		ttl = 3 * s.renew
 	}
-	s.startAll(ctx, Start{To: s.n, Store: Store{TTL: ttl, Margin: ttl - s.renew}})
+	s.startAll(ctx, "Start", Start{Range: Range{To: s.n}, TTL: ttl, Margin: ttl - s.renew})
 	s.settle(ctx, "before the leases are renewed")
 	m := s.measure(ctx)
 	now := s.wait(ctx, m.began)
@@ -411,8 +390,6 @@ func (s *storm) renewAll(ctx context.Context) {
 	}
 }
 
-// run runs the scenarios with these names, or all if names is empty. It leaves out those that the store
-// does not have. It stops after a failure.
 func (s *storm) run(ctx context.Context, names []string) {
 	_, isEtcd := s.store.(*etcdServer)
 	for _, sc := range scenarios() {

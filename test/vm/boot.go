@@ -19,7 +19,6 @@ type guest struct {
 	console string // path of the file to which its kernel writes messages
 }
 
-// boot starts the guest, passes its output to r, and waits for its end.
 func boot(ctx context.Context, g guest, r *report) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, g.timeout, fmt.Errorf("the guest was not done after %s", g.timeout))
 	defer cancel()
@@ -58,7 +57,6 @@ func boot(ctx context.Context, g guest, r *report) error {
 	return err
 }
 
-// lastLines returns the last n lines of a file, or the error if it cannot be read.
 func lastLines(path string, n int) string {
 	text, err := os.ReadFile(path)
 	if err != nil {

@@ -83,17 +83,15 @@ func addTest(ctx context.Context, root, dir string, j job.Job) {
 	}
 }
 
-// addPrograms copies the programs that tests run from bin to the same relative path in the
-// guest, if make build has built them.
 func addPrograms(root, module string) {
 	for _, name := range []string{"flanneld", "flannelctl", "flannel-lab"} {
 		if from := filepath.Join(module, "bin", name); exists(from) { // tests that need the program report that it is missing
 			add(root, from, filepath.Join(source, "bin", name))
 		}
 	}
+	must.Do(os.CopyFS(filepath.Join(root, source, "Documentation"), os.DirFS(filepath.Join(module, "Documentation")))) // some pages show what a test prints
 }
 
-// static runs the go command with args, so that the programs that it builds are static.
 func static(ctx context.Context, args ...string) {
 	cmd := command(ctx, "", "go", args...)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
@@ -102,8 +100,6 @@ func static(ctx context.Context, args ...string) {
 	}
 }
 
-// addSystem copies everything that the guest needs, except the tests, below root: init,
-// tools, iptables and kernel modules.
 func addSystem(ctx context.Context, root string, k kernel) {
 	for _, dir := range []string{"usr/sbin", "usr/lib", "usr/lib64", "dev", "proc", "sys", "run", "tmp", "etc", "root", "var/lib"} {
 		must.Do(os.MkdirAll(filepath.Join(root, dir), 0o755))
@@ -151,8 +147,6 @@ func addIPTables(ctx context.Context, root string) {
 
 var libraryPath = regexp.MustCompile(`/\S+`)
 
-// addTool copies a program of this machine and its libraries, and returns the paths of
-// the libraries.
 func addTool(ctx context.Context, root, name string) (libraries []string) {
 	path := must.Get(exec.LookPath(name))
 	add(root, path, "/usr/sbin/"+name)
@@ -180,8 +174,6 @@ func addModules(ctx context.Context, root string, k kernel) {
 	output(ctx, "", "depmod", "-b", root, k.version)
 }
 
-// add copies a file of this machine to a path in the guest, unless that path exists
-// already.
 func add(root, from, to string) {
 	to = filepath.Join(root, to)
 	if exists(to) {
@@ -196,8 +188,6 @@ func exists(path string) bool {
 	return err == nil
 }
 
-// pack writes the files below root to image as an initrd, which is the guest's only
-// file system.
 func pack(ctx context.Context, root, image string) {
 	output(ctx, root, "sh", "-c", `find . -print0 | cpio --null -o -H newc --quiet >"$0"`, image)
 }

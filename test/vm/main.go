@@ -16,12 +16,9 @@ import (
 	"context"
 	"errors"
 	"flag"
-	"fmt"
 	"io"
 	"os"
-	"os/signal"
 	"path/filepath"
-	"syscall"
 	"time"
 
 	"github.com/flanneld/flanneld/test/must"
@@ -38,13 +35,7 @@ type options struct {
 }
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := must.Catch(func() { execute(ctx, os.Args[1:], os.Stdout) })
-	stop()
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "vm:", err)
-		os.Exit(1)
-	}
+	must.Main("vm", func(ctx context.Context) { execute(ctx, os.Args[1:], os.Stdout) })
 }
 
 func parse(args []string) (o options) {

@@ -31,7 +31,6 @@ type event struct {
 	Action, Package, Test, Output string `json:",omitempty"`
 }
 
-// read handles all lines from the guest until it ends.
 func (r *report) read(from io.Reader) error {
 	lines := bufio.NewReader(from)
 	for {

@@ -23,8 +23,6 @@ func command(ctx context.Context, dir, name string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// output runs a command in dir and returns its standard output. If it fails, the
-// error of the task contains its standard error.
 func output(ctx context.Context, dir, name string, args ...string) string {
 	var stdout, stderr bytes.Buffer
 	cmd := command(ctx, dir, name, args...)

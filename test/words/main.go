@@ -86,7 +86,6 @@ type finding struct {
 	line                int // first line of the paragraph or comment
 }
 
-// check returns all findings below root.
 func check(root string, rules []rule) (found []finding, err error) {
 	err = filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
 		if err != nil {

@@ -17,8 +17,6 @@ type paragraph struct {
 	line int
 }
 
-// extractor returns the function that finds the paragraphs of a file, chosen by the file's
-// name. It returns nil if such files are not checked.
 func extractor(name string) func(text string) []paragraph {
 	switch ext := filepath.Ext(name); {
 	case ext == ".go":
@@ -55,38 +53,23 @@ func goComments(text string) (all []paragraph) {
 var hash = regexp.MustCompile(`(?:^|\s)#+\s+(.*)$`)
 
 // hashComments returns the comments of a file in which comments begin with #. Adjacent
-// lines that are only comments are one paragraph. A comment behind code is one by itself.
-func hashComments(text string) (all []paragraph) {
-	var block paragraph
-	end := func() {
-		if block.text != "" {
-			all = append(all, block)
-		}
-		block = paragraph{}
-	}
-
-	n := 0
-	for line := range strings.Lines(text + "\n") {
-		n++
+// lines that are only comments are one paragraph. A comment behind code is one by itself, like
+// the cell of a table.
+func hashComments(text string) []paragraph {
+	var page strings.Builder
+	for line := range strings.Lines(text) {
 		line = strings.TrimSpace(line)
 		m := hash.FindStringSubmatch(line)
-		if m == nil || line[0] != '#' {
-			end()
+		switch {
+		case m == nil:
+		case line[0] == '#':
+			page.WriteString(m[1])
+		default:
+			page.WriteString("|" + m[1])
 		}
-		if m == nil {
-			continue
-		}
-		if block.text == "" {
-			block.line = n
-		}
-
-		block.text += m[1] + "\n"
-		if line[0] != '#' {
-			end()
-		}
+		page.WriteByte('\n')
 	}
-	end()
-	return all
+	return markdown(page.String())
 }
 
 var (

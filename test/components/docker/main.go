@@ -145,7 +145,6 @@ func (o options) newNetwork(ctx context.Context, c *libnetwork.Controller) (*lib
 		libnetwork.NetworkOptionIpam("default", "", []*libnetwork.IpamConf{{PreferredPool: o.Bip, Gateway: gateway}}, v6, nil))
 }
 
-// attach connects the container to n, and publishes its port if o names one.
 func (o options) attach(ctx context.Context, c *libnetwork.Controller, n *libnetwork.Network) error {
 	var exposed []types.TransportPort
 	var bindings []types.PortBinding

@@ -91,8 +91,6 @@ func writeImage(args []string) (err error) {
 	return writeTar(*out, files, when)
 }
 
-// addImage adds an image with the files of a folder to the layout oci, and returns its
-// descriptor.
 func addImage(oci layout.Path, p spec.Platform, folder, layerFile string, when time.Time) (spec.Descriptor, error) {
 	image, err := newImage(p, folder, layerFile, when)
 	if err != nil {
@@ -128,7 +126,6 @@ func addIndex(oci layout.Path, images []spec.Descriptor) (spec.Descriptor, error
 	return d, oci.WriteBlob(hash, io.NopCloser(bytes.NewReader(text)))
 }
 
-// platform returns the platform for which Go programs of an architecture are built.
 func platform(arch string) spec.Platform {
 	p := spec.Platform{OS: "linux", Architecture: arch}
 	if arch == "arm" {
@@ -220,8 +217,6 @@ func addFile(w *tar.Writer, folder, path string, d fs.DirEntry, when time.Time) 
 	return err
 }
 
-// sourceDate returns the time that all files of a release get. It is in the variable
-// SOURCE_DATE_EPOCH; without it, sourceDate returns an error.
 func sourceDate() (time.Time, error) {
 	const variable = "SOURCE_DATE_EPOCH"
 	seconds, err := strconv.ParseInt(os.Getenv(variable), 10, 64)

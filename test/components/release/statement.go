@@ -44,8 +44,6 @@ type source struct {
 	command string
 }
 
-// sign writes the statement of provenance of the artifacts, and signs it with an ed25519
-// key.
 func sign(ctx context.Context, args []string) error {
 	flags := flag.NewFlagSet("sign", flag.ContinueOnError)
 	keyFile := flags.String("key", "", "file with the private key, as PEM")
@@ -82,8 +80,6 @@ func sign(ctx context.Context, args []string) error {
 	return os.WriteFile(*out, append(text, '\n'), 0o644)
 }
 
-// newStatement returns an in-toto statement as JSON. Its subjects are the artifacts, and
-// its dependencies the commit and Debian's packages.
 func newStatement(s source, artifacts []string) ([]byte, error) {
 	statement := &intoto.Statement{Type: intoto.StatementTypeUri, PredicateType: predicateType}
 	repository := "git+https://" + s.module
@@ -282,7 +278,6 @@ func checkSubjects(folder string, want []*intoto.ResourceDescriptor) error {
 	return nil
 }
 
-// loadKey reads a private or public ed25519 key from a PEM file.
 func loadKey(path string) (*signerverifier.ED25519SignerVerifier, error) {
 	text, err := os.ReadFile(path)
 	if err != nil {

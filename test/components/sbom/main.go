@@ -88,7 +88,6 @@ func run(version string, programs []string, packages string) error {
 	return cdx.NewBOMEncoder(os.Stdout, cdx.BOMFileFormatJSON).SetPretty(true).Encode(bom)
 }
 
-// readPackages reads a list of Debian packages. It returns none if path is empty.
 func readPackages(path string) ([]cdx.Component, error) {
 	if path == "" {
 		return nil, nil
