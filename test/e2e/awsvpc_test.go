@@ -50,6 +50,7 @@ func TestAWSVPC(t *testing.T) {
 	t.Parallel()
 	v, c := newVPC(t, 3, dual)
 	v.expectPods("CreateRoute")
+	expectOnPage(t, "backends/aws-vpc.md", "flannelctl status", expectFlannelctl(t, v.Host(1), []string{"status"}))
 
 	// Another program switches the check on for one instance. The router then drops packets until
 	// flanneld notices the change and switches the check off again.

@@ -49,6 +49,9 @@ func testEveryPodReachesEveryPod(t *testing.T, backend string, families []prefix
 	} else {
 		expectMTU(t, l, 1500-overhead[0])
 	}
+	if backend == "ipip" {
+		expectOnPage(t, "backends/ipip.md", "ip route", shell(t, l.Host(1).Namespace, "ip route"))
+	}
 }
 
 // expectMTU checks that packets of mtu bytes pass between all pods of different hosts, and that a

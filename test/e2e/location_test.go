@@ -227,7 +227,10 @@ func testLocations(t *testing.T, inside string) {
 			t.Errorf("%v peers by %s in the metrics, want %v", n, series, want)
 		}
 	}
-	t.Log(expectFlannelctl(t, b.Host(1), []string{"status"}, "location", "east: sends to 1 peers by "+inside+", to 2 by wireguard"))
+	out := expectFlannelctl(t, b.Host(1), []string{"status"}, "location", "east: sends to 1 peers by "+inside+", to 2 by wireguard")
+	if inside == "vxlan" {
+		expectOnPage(t, "locations.md", "flannelctl status", out)
+	}
 
 	// WireGuard in user space carries nothing while its daemon restarts, so only hosts 1 and 2 have flows:
 	// they send without WireGuard until host 2 has restarted. After that, up to 128 packets wait for the

@@ -54,6 +54,17 @@ func (e example) expect(t *testing.T, printed string) {
 	}
 }
 
+// expectOnPage checks that a command has printed what the page shows, as example.expect does.
+func expectOnPage(t *testing.T, page, command, printed string) {
+	t.Helper()
+	examples := pageExamples(t, page)
+	i := slices.IndexFunc(examples, func(e example) bool { return e.command == command && e.output != "" })
+	if i < 0 {
+		t.Fatalf("%s does not show the output of %s", page, command)
+	}
+	examples[i].expect(t, printed)
+}
+
 var version = regexp.MustCompile(`[^\s"]+ commit \S+ go[\d.]+ \w+/\w+`)
 
 // varying matches what differs in each run, and its replacement.

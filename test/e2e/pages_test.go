@@ -493,25 +493,41 @@ func TestPagesAboutAHost(t *testing.T) {
 	}
 }
 
-// TestPagesWithOutputs runs the commands of lab.md in a host of the lab, and the mistakes of flags.md.
+// TestPagesWithOutputs runs commands whose output is on a page: that of cni.md on a host without a subnet, those of
+// lab.md and flags.md, and that of interface.md when another program has taken over the default route.
 //
 //stages:rest TestPageGettingStarted runs the commands of another page
 func TestPagesWithOutputs(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
-	startAll(t, l, lab.FlanneldOptions{})
-	expectConverged(t, l)
 	m := newMachine(t, l.Host(1))
 	ran := 0
-	for _, e := range slices.Concat(pageExamples(t, "lab.md"), pageExamples(t, "flags.md")) {
-		if e.output == "" {
-			continue
+	show := func(page string) {
+		t.Helper()
+		for _, e := range pageExamples(t, page) {
+			if e.output != "" {
+				e.expect(t, m.run(inHost.ReplaceAllString(e.command, "")+" || true"))
+				ran++
+			}
 		}
-		e.expect(t, m.run(inHost.ReplaceAllString(e.command, "")+" || true"))
-		ran++
 	}
-	if ran < 8 {
-		t.Errorf("the pages have %d commands with outputs, want at least 8", ran)
+	show("cni.md")
+	startAll(t, l, lab.FlanneldOptions{})
+	expectConverged(t, l)
+	show("lab.md")
+	show("flags.md")
+
+	shell(t, m.Namespace, `ip link add tun0 up type vxlan id 7 dstport 4789 dev eth0 && ip addr add 10.8.0.6/24 dev tun0
+		ip route add default via 192.168.77.254 dev eth0 metric 100 && ip route replace default dev tun0`)
+	eventually(t, "the default route of tun0", func() error {
+		if out := m.run("flannelctl interface"); strings.Count(out, "default route in the main table") != 1 || !strings.Contains(out, "no default route that is the best one") {
+			return errors.New(out)
+		}
+		return nil
+	})
+	show("interface.md")
+	if ran < 10 {
+		t.Errorf("the pages have %d commands with outputs, want at least 10", ran)
 	}
 }
 
@@ -556,6 +572,39 @@ func TestPageStatus(t *testing.T) {
 	})
 }
 
+// TestPagePaths runs the commands of paths.md on a host to which the path of one peer is broken, and that of the other
+// is narrow.
+//
+//stages:rest TestPageGettingStarted runs the commands of another page
+func TestPagePaths(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 3}, probing(t, "vxlan"))
+	m := newMachine(t, l.Host(1))
+	for i, subnet := range []string{"10.5.126.0/24", "10.5.145.0/24", "10.5.173.0/24"} { // the table of the page is in this order
+		m.run("flannelctl reserve " + subnet + " " + l.Host(i+1).Addr(v4[0]).String())
+	}
+	startAll(t, l, lab.FlanneldOptions{Args: meshArgs})
+	for i, rule := range []string{"ip saddr 192.168.77.2 udp dport 8472", "ip saddr 192.168.77.1 udp dport 8472", "meta length > 1300"} {
+		nft(t, l.Host(i+1).Namespace, "table netdev broken { chain in { type filter hook ingress device eth0 priority 0; "+rule+" drop ; } ; }")
+	}
+
+	until := func(text string) func(*machine, string) {
+		return func(m *machine, command string) {
+			eventually(t, command+" prints "+text, func() error {
+				if out := m.run(command + " || true"); !strings.Contains(out, text) {
+					return errors.New(out)
+				}
+				return nil
+			})
+		}
+	}
+	elsewhere := func(*machine, string) {}
+	followPage(t, "paths.md", []*machine{m}, map[string]func(*machine, string){
+		`{"Network"`: elsewhere, "flannelctl mesh --kubeconfig-file": elsewhere,
+		"flannelctl status": until("1 network, 1 ok"), "ip route show": until("mtu 1250"), "flannelctl mesh": until("4 ok, 2 broken, 0 unknown"),
+	})
+}
+
 // TestPageFlannelctl runs the commands of flannelctl.md on a host whose only peer is behind a firewall, and has a
 // reserved subnet. A third host has no daemon.
 //
@@ -579,7 +628,7 @@ func TestPageFlannelctl(t *testing.T) {
 	shell(t, fresh.Namespace, "ip link add virbr0 up type bridge && ip route add 10.5.7.0/24 dev virbr0")
 
 	fails := func(m *machine, command string) { m.run(command + " || true") }
-	elsewhere := func(*machine, string) {} // other tests run these: on Kubernetes, and with plugins
+	elsewhere := func(*machine, string) {} // other tests run these: on Kubernetes, and with plugins (TestCheckFromPod)
 	followPage(t, "flannelctl.md", []*machine{m}, map[string]func(*machine, string){
 		"flannelctl leases --context": elsewhere, "flannelctl config validate": elsewhere,
 		"kubectl":                elsewhere,

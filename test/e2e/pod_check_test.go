@@ -127,6 +127,12 @@ func TestCheckFromPod(t *testing.T) {
 		t.Run(backend, func(t *testing.T) {
 			t.Parallel()
 			f := newPodChecks(t, dual, fmt.Sprintf(`{"Type":%q}`, backend))
+			if backend == "vxlan" { // with the first pod, because the page shows its address
+				nft(t, f.a.Namespace, "table inet fault { chain c { type filter hook forward priority -10; iifname cni0 meta nfproto ipv4 drop; } ; }")
+				out, _ := flannelctl(t, f.a, f.args[:4]...)
+				expectOnPage(t, "flannelctl.md", "flannelctl check --pod", out)
+				nft(t, f.a.Namespace, "delete table inet fault")
+			}
 			legs := f.check(0)
 			f.expect(legs)
 			if n := len(legs); n != 8 { // in each family the gateway, the peer, its pod and the pod's port
