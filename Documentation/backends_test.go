@@ -45,7 +45,6 @@ func TestBackendFolders(t *testing.T) {
 	}
 }
 
-// testSources returns the text of all files that match the patterns.
 func testSources(t *testing.T, patterns ...string) string {
 	t.Helper()
 	var all strings.Builder

@@ -115,7 +115,6 @@ const (
 	commands
 )
 
-// floor returns the floor of a package, as the page about the design names them.
 func floor(name string) int {
 	in := func(folder string) bool { return name == folder || strings.HasPrefix(name, folder+"/") }
 	switch {
@@ -141,7 +140,6 @@ func floor(name string) int {
 	return tests // Documentation and dist
 }
 
-// folder returns the first two folders of a package's path.
 func folder(name string) string {
 	first, rest, _ := strings.Cut(name, "/")
 	second, _, _ := strings.Cut(rest, "/")

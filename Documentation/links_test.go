@@ -12,8 +12,6 @@ import (
 	"testing"
 )
 
-// pages returns the text of all Markdown pages of the project, by their path relative to this
-// folder.
 func pages(t *testing.T) map[string]string {
 	t.Helper()
 	all := map[string]string{}

@@ -113,7 +113,6 @@ func TestReference(t *testing.T) {
 	}
 }
 
-// allBackends returns the catalog of all backends, including the extension backend.
 func allBackends() backend.Catalog {
 	all, err := builtin.New(options.Options{AllowExtensionBackend: true})
 	if err != nil {
@@ -142,7 +141,6 @@ func TestReferenceHasAllBackends(t *testing.T) {
 	}
 }
 
-// write writes sections of one title.
 func write(t *testing.T, b *strings.Builder, same []section) {
 	fmt.Fprintf(b, "## %s\n\n", same[0].title)
 	var rows []string

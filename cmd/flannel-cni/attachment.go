@@ -37,7 +37,6 @@ func (a attachment) path() string {
 	return filepath.Join(a.dir, name)
 }
 
-// attachments returns those that have a note in dir, which may be missing.
 func attachments(dir string) ([]attachment, error) {
 	files, err := os.ReadDir(dir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -18,7 +18,6 @@ import (
 
 const defaultBridge = "cni0"
 
-// enableIPv6 lets the bridge of d have IPv6 addresses if the host has an IPv6 subnet.
 func (c config) enableIPv6(d object) error {
 	if t, _ := d.text("type", ""); t != defaultDelegate {
 		return nil

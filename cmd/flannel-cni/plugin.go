@@ -69,7 +69,6 @@ func add(c config, a attachment) error {
 	return result.Print()
 }
 
-// delegate passes o to a command of the plugin that o names.
 func (o object) delegate(command func(context.Context, string, []byte, invoke.Exec) error) error {
 	plugin, err := o.text("type", defaultDelegate)
 	if err != nil {
@@ -168,7 +167,6 @@ func (c config) detachAllBut(keep []types.GCAttachment) error {
 	return errors.Join(failed...)
 }
 
-// detach deletes an attachment whose container is gone.
 func (a attachment) detach(d object) error {
 	err := d.delegate(func(ctx context.Context, plugin string, stdin []byte, exec invoke.Exec) error {
 		paths := os.Getenv("CNI_PATH")

@@ -70,7 +70,7 @@ func object(b []byte, depth int, field func(key, value []byte) bool) int {
 	}
 }
 
-// value returns the length of the value at the start of b, or 0 if there is none.
+// value, like quoted and number, returns the length of what is at the start of b, or 0 if that is something else.
 func value(b []byte, depth int) int {
 	if len(b) == 0 {
 		return 0
@@ -90,8 +90,6 @@ func value(b []byte, depth int) int {
 	return number(b)
 }
 
-// quoted returns the length of the string at the start of b, including its quotes, or 0
-// if there is none.
 func quoted(b []byte) int {
 	if len(b) == 0 || b[0] != '"' {
 		return 0
@@ -107,7 +105,6 @@ func quoted(b []byte) int {
 	return 0
 }
 
-// number returns the length of the number at the start of b, or 0 if there is none.
 func number(b []byte) int {
 	n := 0
 	for n < len(b) && b[n] >= '0' && b[n] <= '9' {

@@ -104,7 +104,6 @@ func cause(err error) error {
 	return err
 }
 
-// parse returns the valid prefixes in data.
 func parse(data []byte) Previous {
 	var p Previous
 	vars := p.variables(data)

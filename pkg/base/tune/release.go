@@ -31,7 +31,6 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// release returns free memory of the heap and the pages of the program to the system.
 func release(ctx context.Context) {
 	runtime.GC() // pools keep their memory for one collection
 	debug.FreeOSMemory()

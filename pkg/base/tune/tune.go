@@ -69,7 +69,6 @@ func (t *Tuner) Network(name string, oneThread bool) {
 // Ended must be called when a network has ended.
 func (t *Tuner) Ended(name string) { t.change(func() { delete(t.networks, name) }) }
 
-// change changes the networks, and fits the threads to them.
 func (t *Tuner) change(networks func()) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -96,7 +95,6 @@ func (t *Tuner) fitThreads() {
 	}
 }
 
-// applyRest applies the settings for the time after the start. Further calls set the same again.
 func (t *Tuner) applyRest() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
