@@ -168,7 +168,7 @@ func (s selection) split(stage string) (chosen, left []test) {
 	for _, t := range s.tests {
 		switch {
 		case t.stage() != stage, s.name != "" && t.name != s.name, s.match != nil && !s.match.MatchString(t.name):
-		case (s.part == all || t.rest == (s.part == rest)) && !(s.short && t.long):
+		case (s.part == all || t.rest == (s.part == rest)) && (!s.short || !t.long):
 			chosen = append(chosen, t)
 		default:
 			left = append(left, t)
