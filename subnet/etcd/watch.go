@@ -77,13 +77,10 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 	}
 
 	list := m.list
-	switch {
-	case cache.store.Revision == 0: // Acquire may just have left a listing
+	if cache.store.Revision == 0 { // Acquire may just have left a listing
 		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch) }
-	default: // usually other hosts have to list as well
-		if err := m.client.turn(ctx); err != nil {
-			return err
-		}
+	} else if err := m.client.turn(ctx); err != nil { // usually other hosts have to list as well
+		return err
 	}
 
 	l, err := list(ctx)

@@ -38,7 +38,6 @@ type monitor struct {
 	seen    dataplane.State
 	foreign int // counters of the kernel at the last Drain
 	silent  int
-	gone    int               // number of deleted nexthop objects
 	events  []dataplane.Event // since the last Drain
 	lost    bool
 }

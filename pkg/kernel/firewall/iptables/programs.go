@@ -65,8 +65,9 @@ func (v Variant) hasTables(f prefix.Family) bool {
 			there, err := nftables.HasTable(f, name)
 			return err == nil && there
 		})
+	default:
+		return true
 	}
-	return true
 }
 
 func families() []prefix.Family { return []prefix.Family{prefix.IPv4, prefix.IPv6} }
