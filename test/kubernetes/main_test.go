@@ -47,7 +47,7 @@ import (
 )
 
 // patience limits every wait except the one for conformance tests.
-const patience = 4 * time.Minute
+const patience = 8 * time.Minute
 
 func TestMain(m *testing.M) {
 	lab.RunChild()
