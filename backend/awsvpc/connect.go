@@ -37,7 +37,11 @@ func connect(ctx context.Context, addresses []netip.Addr, calls *cloud.Calls) (*
 	c := &client{Client: access.Client{HTTP: transport.NewClient(), Calls: calls, Renew: metadata.Renew}, signer: v4.NewSigner()}
 	var instance, domain string
 	for path, to := range map[string]*string{"placement/region": &c.region, "instance-id": &instance, "services/domain": &domain} {
-		if *to, err = metadata.Read(ctx, path); err != nil {
+		*to, err = metadata.Read(ctx, path)
+		if errors.Is(err, access.ErrUndefined) { // a service that has no such value is not EC2's, or not ready
+			err = fmt.Errorf("%w: %w", cloud.ErrUnavailable, err)
+		}
+		if err != nil {
 			return nil, "", err
 		}
 	}
