@@ -282,9 +282,7 @@ func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane
 	}
 
 	m.kernel.nexthops.complete(&r)
-	if deleted {
-		m.kernel.nexthops.routeGone(r.route.NexthopID)
-	}
+	m.kernel.nexthops.announced(r.route.NexthopID, deleted)
 	if r.route.Type == dataplane.Unicast && !r.route.Multipath {
 		r.route.Dev = m.name(r.oif)
 		m.kernel.dependencies.add(r)

@@ -221,6 +221,39 @@ func TestKernelNexthopDrift(t *testing.T) {
 	}
 }
 
+// TestKernelNexthopOfARestoredRoute deletes a route as another program, and puts it again with the same nexthop
+// object, as `ip route restore` does. A later write must not delete the object: the kernel would delete the route
+// with it, without an announcement.
+func TestKernelNexthopOfARestoredRoute(t *testing.T) {
+	w := newWorld(t)
+	w.nexthops.threshold = 1
+	r := dataplanetest.NewReconciler(t, w, time.Hour)
+	want := dataplanetest.Peers(5)
+	if _, err := r.Reconcile(silentContext(t), want, true); err != nil {
+		t.Fatal(err)
+	}
+	have, err := w.Read(silentContext(t), dataplanetest.Scope())
+	if err != nil {
+		t.Fatal(err)
+	}
+	route := have.Routes[netip.MustParsePrefix("10.5.3.0/24")][0]
+	index := w.nexthops.byID[route.NexthopID].index
+	for _, typ := range []uint16{unix.RTM_DELROUTE, unix.RTM_NEWROUTE} {
+		if err := w.request(func(m *message) { encodeRoute(m, typ, unix.NLM_F_CREATE, route, index) }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := r.Update(silentContext(t), nil, nil, true); err != nil {
+		t.Fatal(err)
+	}
+
+	more := dataplanetest.Peers(6)
+	if _, err := r.Reconcile(silentContext(t), more, true); err != nil {
+		t.Fatal(err)
+	}
+	w.expectInPlace(t, "after the restored route, and another peer", dataplanetest.Peers(6), hops{through: 6, objects: 6})
+}
+
 // nexthopObject creates a nexthop object as another program, on the device with the given index.
 func (w *world) nexthopObject(id uint32, protocol uint8, gateway string, index int) error {
 	return w.request(func(m *message) {

@@ -74,11 +74,17 @@ func (t *nexthops) release(id uint32) {
 	}
 }
 
-// routeGone lets the next releaseNexthops delete the object of a route that another program has deleted.
-func (t *nexthops) routeGone(id uint32) {
+// announced counts a route that another program has deleted or put. If no route uses the object any more, the next
+// releaseNexthops deletes it. An object that counts too many routes, because one was replaced, stays until the next
+// read. One that counts too few would be deleted together with its routes, and the kernel does not announce that.
+func (t *nexthops) announced(id uint32, deleted bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.release(id)
+	if deleted {
+		t.release(id)
+	} else if o, ours := t.byID[id]; ours {
+		o.users++
+	}
 }
 
 // addRoute completes a route that Read has found, and counts it.
