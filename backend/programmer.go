@@ -127,13 +127,12 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 		return Outcome{}, err
 	}
 	p.objects = make(map[string][]dataplane.Object, len(keys))
-	want := dataplane.NewState()
 	for i, key := range keys {
 		if len(objects[i]) > 0 {
 			p.objects[key] = objects[i]
-			want.Add(objects[i]...)
 		}
 	}
+	want := dataplane.StateOf(objects)
 	want.AddState(p.Base)
 	report, err := p.Reconcile(ctx, want, peers.Complete)
 

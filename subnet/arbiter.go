@@ -76,13 +76,14 @@ func (a *Arbiter) SetOwn(own Claimant) { a.own = own }
 func (a *Arbiter) Reset(all []Claimant) {
 	a.prefixes = new(prefixTable)
 	a.shared = sharedPublicIPs{}
-	a.identities = map[string]string{}
+	a.identities = make(map[string]string, len(all))
 	a.accepted = make(map[string]*Lease, len(all))
-	a.identitiesOf = map[string][]string{}
+	a.identitiesOf = make(map[string][]string, len(all))
 	a.contested = map[string]Claimant{}
 	a.refused = map[string][]string{}
 
-	all = slices.SortedFunc(slices.Values(all), func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) })
+	all = slices.Clone(all)
+	slices.SortFunc(all, func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) })
 	addresses := new(prefixTable)
 	for i, c := range all {
 		all[i] = a.checkAlone(c)
@@ -244,7 +245,7 @@ func (a *Arbiter) settleSubnets(all []Claimant, addresses *prefixTable) *prefixT
 // settleIdentities refuses the leases with an identity that another lease claimed first, and accepts the
 // others.
 func (a *Arbiter) settleIdentities(all []Claimant) {
-	holders := map[string]*Lease{}
+	holders := make(map[string]*Lease, len(all))
 	for _, c := range all {
 		for _, id := range c.Identities {
 			if h := holders[id]; h == nil || compareClaims(c.Lease, h, id) < 0 {

@@ -30,13 +30,14 @@ type Changes struct {
 // were left behind. It never deletes a link that is not wanted.
 func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Changes {
 	p := planner{have: have, want: want, scope: s, recorded: recorded, sweep: sweep}
+	p.puts = make([]Op, 0, max(0, want.len()-have.len()))
 	p.links()
 	p.addrs()
 	planMap(&p, p.have.Neighs, p.want.Neighs, func(n Neigh) string { return n.Dev })
 	planMap(&p, p.have.FDB, p.want.FDB, func(f FDB) string { return f.Dev })
 	p.routes()
 	slices.Reverse(p.deletes)
-	return Changes{Ops: slices.Concat(p.first, p.puts, p.deletes), Taken: p.taken, Refused: p.refused}
+	return Changes{Ops: append(slices.Insert(p.puts, 0, p.first...), p.deletes...), Taken: p.taken, Refused: p.refused}
 }
 
 type planner struct {

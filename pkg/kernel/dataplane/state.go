@@ -76,6 +76,33 @@ func NewState() State {
 	}
 }
 
+// StateOf returns a state with the objects of all lists. Its maps have room for them from the start,
+// because a map that grows allocates several times what it needs in the end.
+func StateOf(lists [][]Object) State {
+	var neighs, fdb, routes int
+	for _, objects := range lists {
+		for _, o := range objects {
+			switch o.(type) {
+			case Neigh:
+				neighs++
+			case FDB:
+				fdb++
+			case Route:
+				routes++
+			}
+		}
+	}
+
+	s := NewState()
+	s.Neighs = make(map[NeighKey]Neigh, neighs)
+	s.FDB = make(map[FDBKey]FDB, fdb)
+	s.Routes = make(map[netip.Prefix][]Route, routes)
+	for _, objects := range lists {
+		s.Add(objects...)
+	}
+	return s
+}
+
 // Add adds objects to the state. An object replaces another one with the same key. A route
 // is added beside the other routes to its destination, unless an equal one exists.
 func (s State) Add(objects ...Object) {
@@ -108,6 +135,11 @@ func (s State) Remove(objects ...Object) {
 	for _, o := range objects {
 		o.removeFrom(s)
 	}
+}
+
+// len counts the destinations of routes instead of the routes.
+func (s State) len() int {
+	return len(s.Links) + len(s.Addrs) + len(s.Neighs) + len(s.FDB) + len(s.Routes)
 }
 
 // AllRoutes iterates over the routes of all destinations. The caller may change the state

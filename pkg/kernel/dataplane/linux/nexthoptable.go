@@ -54,6 +54,12 @@ func (t *nexthops) reset() {
 	t.idle = nil
 }
 
+func (t *nexthops) len() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return len(t.byID)
+}
+
 func (t *nexthops) remove(id uint32) {
 	delete(t.unused, id) // another program may reuse the id
 	delete(t.byID, id)
