@@ -44,7 +44,7 @@ func TestAloneBackendMigrationWalk(t *testing.T) {
 		if testing.Short() {
 			walk = []string{"vxlan", "host-gw", "udp", userspace, vni7, "vxlan"}
 		}
-		migrationWalk{hosts: 5, families: v4, rate: rate, walk: walk, longQueues: true}.test(t)
+		migrationWalk{hosts: 5, families: v4, rate: rate, walk: walk}.test(t)
 	})
 	t.Run("two hosts", func(t *testing.T) {
 		migrationWalk{hosts: 2, families: v4, rate: rate, walk: walk}.test(t)
@@ -75,6 +75,7 @@ func TestBackendMigrationWalkDualStack(t *testing.T) {
 func TestBackendMigrationPortOfFormerTunnel(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3, Families: dual}, backendConfig("udp"))
+	lengthenQueues(t, l)
 	startAll(t, l, lab.FlanneldOptions{})
 	tr := startTraffic(t, l, 200)
 	migrate(t, l, "udp", "vxlan")
@@ -116,13 +117,11 @@ type migrationWalk struct {
 	families []prefix.Family
 	rate     int      // packets per second of each flow
 	walk     []string // the backends, which begin and end with the same one
-	// longQueues is set if all hosts together need more CPU time than the machine has. See lengthenQueues.
-	longQueues bool
 }
 
 // lengthenQueues gives the TUN devices of the hosts queues of 8,192 packets, also those that daemons create later.
-// A daemon may have to wait for a CPU, because the daemons of all hosts share the CPUs of one machine. Linux's
-// default queue of 500 packets is full after 60 ms if five hosts send 1,000 packets per second to each other. Linux
+// A daemon may have to wait for a CPU, because the daemons of all hosts share the CPUs of one machine with other
+// tests. Linux's default queue of 500 packets is full after 60 ms if five hosts send 1,000 packets per second to each other. Linux
 // drops packets that find the queue full.
 func lengthenQueues(t *testing.T, l *lab.Lab) {
 	t.Helper()
@@ -160,9 +159,7 @@ func (w migrationWalk) test(t *testing.T) {
 	last := w.walk[0]
 	l := newLab(t, lab.Config{Hosts: w.hosts, Families: w.families}, backendConfig(last))
 	startAll(t, l, lab.FlanneldOptions{})
-	if w.longQueues {
-		lengthenQueues(t, l)
-	}
+	lengthenQueues(t, l)
 	tr := &traffic{flows: startFlowsAt(t, l, w.rate), streams: startStreams(t, l)}
 	start := time.Now()
 	for i, to := range w.walk[1:] {

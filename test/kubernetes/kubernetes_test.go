@@ -131,7 +131,8 @@ func (c *cluster) runTests(s scenario) {
 
 // rollOut restarts the daemon's rollout again and again until running is closed. A rollout
 // replaces the pods one after another, each when kubelet has seen that the one before is
-// ready. rollOut also checks how many readiness probes new pods fail.
+// ready. rollOut also logs how many readiness probes new pods fail. It sets no limit, because each failed
+// probe stands for two seconds, and a busy machine needs many of them.
 func (c *cluster) rollOut(running <-chan struct{}) {
 	c.t.Helper()
 	var pods, failed int
@@ -144,9 +145,6 @@ func (c *cluster) rollOut(running <-chan struct{}) {
 			}
 			each, probes := took/time.Duration(pods), float64(failed)/float64(pods)
 			c.t.Logf("%d pods replaced, in %.1f s each, with %.1f failed readiness probes each", pods, each.Seconds(), probes)
-			if probes > maxFailedProbes {
-				c.t.Errorf("%.1f readiness probes of a new pod failed, want at most %d", probes, maxFailedProbes)
-			}
 			return
 		default:
 		}
@@ -160,11 +158,6 @@ func (c *cluster) rollOut(running <-chan struct{}) {
 		}
 	}
 }
-
-// maxFailedProbes is the largest number of readiness probes that a new pod may fail on
-// average. Each failed probe makes a rollout longer by the period of the probe. Except on a
-// busy machine, the daemon is ready within one period.
-const maxFailedProbes = 2
 
 var readinessProbes = regexp.MustCompile(`(?m)^prober_probe_total\{container="kube-flannel",.*probe_type="Readiness",result="(\w+)"\} (\d+)$`)
 
