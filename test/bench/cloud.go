@@ -140,11 +140,8 @@ func (r *runner) cloudRound(ctx context.Context, s *cloudServer, hosts int) {
 	b.metadata[hosts+1] = s.metadata(hosts+1, cloudHost(hosts + 1).Addresses[0])
 	before := b.calls()
 	b.run(ctx, hosts+1, hosts, true)
-	joins := b.calls() - before
-	b.run(ctx, 2, hosts, false)
-	rests := b.calls() - before - joins
-	add("a day at rest", int(24*time.Hour/cloudResync)*hosts*rests)
-	add("a host joins", joins)
+	add("a host joins", b.calls()-before)
+	add("a day at rest", int(24*time.Hour/cloudResync)*hosts*b.run(ctx, 2, hosts, false))
 }
 
 // cloudBench is a server with the hosts of its cloud.
@@ -154,10 +151,11 @@ type cloudBench struct {
 	metadata map[int]http.Handler // by number of the host
 }
 
-// run lets the backend of host n work as in its daemon, until it has compared the routes. If it starts, it
-// claims its lease and compares them twice, so that the second time confirms its route. The addresses of the
-// services are in environment variables of this process, which each call replaces.
-func (b *cloudBench) run(ctx context.Context, n, hosts int, starts bool) {
+// run lets the backend of host n work as in its daemon, until it has compared the routes twice. It returns the number
+// of calls that the second comparison made. A host that joins also claims its lease, and the second comparison
+// confirms its route. That of any other host is one of the many at rest: nothing has changed since the first. The
+// addresses of the services are in environment variables of this process, which each call replaces.
+func (b *cloudBench) run(ctx context.Context, n, hosts int, joins bool) int {
 	metadata := httptest.NewServer(b.metadata[n])
 	defer metadata.Close()
 	for name, value := range b.env(b.api.URL, metadata.URL) {
@@ -170,12 +168,12 @@ func (b *cloudBench) run(ctx context.Context, n, hosts int, starts bool) {
 		Config:   subnet.Config{Networks: []subnet.Network{{Prefix: cloudNetworkPrefix()}}},
 	})
 	must.Do(err)
-	comparisons := 1
-	if starts {
+	resync := time.Millisecond // as soon as possible
+	if joins {
 		must.Get(be.Claim(ctx, subnet.Claim{}))
-		comparisons = 2
+		resync = cloudResync
 	}
-	keep(ctx, be.(*backend.CloudBackend).Cloud, n, hosts, comparisons)
+	return b.keep(ctx, be.(*backend.CloudBackend).Cloud, n, hosts, resync)
 }
 
 func cloudPeers(n, hosts int) cloud.Peers {
@@ -188,16 +186,17 @@ func cloudPeers(n, hosts int) cloud.Peers {
 	return p
 }
 
-// keep runs the keeper of host n until it has made that number of comparisons of the routes. The last one must succeed.
-func keep(ctx context.Context, c cloud.Cloud, n, hosts, comparisons int) {
+// keep runs the keeper of host n until it has compared the routes twice, and returns the number of calls between the
+// two. The last comparison must succeed.
+func (b *cloudBench) keep(ctx context.Context, c cloud.Cloud, n, hosts int, resync time.Duration) int {
 	ctx, cancel := context.WithCancel(ctx)
-	compared := make(chan struct{}, comparisons)
+	calls := make(chan int, 2) // after each comparison
 	k := cloud.NewKeeper(cloud.KeeperConfig{
-		Cloud: c, Own: cloudHost(n), Networks: []netip.Prefix{cloudNetworkPrefix()}, Resync: cloudResync,
+		Cloud: c, Own: cloudHost(n), Networks: []netip.Prefix{cloudNetworkPrefix()}, Resync: resync,
 		Connected: func() time.Time { return time.Unix(1, 0) },
 		Compared: func() {
 			select {
-			case compared <- struct{}{}:
+			case calls <- b.calls():
 			default:
 			}
 		},
@@ -208,13 +207,15 @@ func keep(ctx context.Context, c cloud.Cloud, n, hosts, comparisons int) {
 	go func() { defer close(done); k.Run(ctx) }()
 	defer func() { cancel(); <-done }()
 
-	for range comparisons {
+	var counts [2]int
+	for i := range counts {
 		select {
 		case <-ctx.Done():
 			must.Do(context.Cause(ctx))
-		case <-compared:
+		case counts[i] = <-calls:
 		}
 	}
 	_, err := k.Result(ctx)
 	must.Do(err)
+	return counts[1] - counts[0]
 }
