@@ -80,9 +80,12 @@ type Hosts struct {
 	// known. Each host that starts with a last known state gets a copy of known. One state is enough,
 	// because all hosts know the same leases after a scenario.
 	reference *host
-	known     subnet.LedgerState
-	outages   int                    // number of outages that hosts had before they were stopped
-	stores    map[int]subnet.StoreID // for each stopped host, the id of the store that the host knew; with Kubernetes the ids of hosts differ
+	// witness knows the lease of the reference as the store has it, with its revision. A host itself does
+	// not know that of its own lease, and without it a last known state is of no use.
+	witness *host
+	known   subnet.LedgerState
+	outages int                    // number of outages that hosts had before they were stopped
+	stores  map[int]subnet.StoreID // for each stopped host, the id of the store that the host knew; with Kubernetes the ids of hosts differ
 }
 
 func newHosts() *Hosts {
@@ -143,6 +146,9 @@ func (s *Hosts) Start(a Start, _ *struct{}) error {
 		if s.reference == nil {
 			s.reference = h
 			h.observation.ledger = &subnet.Ledger{}
+		} else if s.witness == nil {
+			s.witness = h
+			h.observation.ledger = &subnet.Ledger{}
 		}
 		s.hosts[i] = h
 		h.start()
@@ -162,13 +168,16 @@ func (s *Hosts) Stop(a Range, leases *[]subnet.Lease) error {
 		h.mu.Unlock()
 		wg.Go(h.stop)
 		if h == s.reference {
-			defer func() { s.reference = nil }()
+			defer func() { s.reference, s.witness = nil, nil }()
 		}
 		if l, ok := h.lease(); ok {
 			s.former[i], s.stores[i] = l, h.observation.stored()
 			if h == s.reference {
 				s.known = h.observation.state()
-				s.known.Peers = append(s.known.Peers, subnet.Peer{Lease: l})
+				if s.witness != nil {
+					others := func(p subnet.Peer) bool { return p.Lease.Key != l.Key }
+					s.known.Peers = append(s.known.Peers, slices.DeleteFunc(s.witness.observation.state().Peers, others)...)
+				}
 			}
 			*leases = append(*leases, l)
 		}

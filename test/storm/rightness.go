@@ -99,7 +99,7 @@ type observation struct {
 	have    big.Int
 	changed time.Time
 	store   subnet.StoreID // id of the store in the last update
-	ledger  *subnet.Ledger // for the last known state; only the reference has it, and it is nil in other hosts
+	ledger  *subnet.Ledger // for the last known state; only the reference and its witness have it, and it is nil in other hosts
 }
 
 func (s *observation) stored() subnet.StoreID {
@@ -108,7 +108,7 @@ func (s *observation) stored() subnet.StoreID {
 	return s.store
 }
 
-// state returns the state that the daemon of this host would keep on disk. Only the reference
+// state returns the state that the daemon of this host would keep on disk. Only hosts with a ledger
 // may call it.
 func (s *observation) state() subnet.LedgerState {
 	s.mu.Lock()
