@@ -29,6 +29,7 @@ const checkAtOnce = 32
 type verdict struct {
 	Subnet   netip.Prefix `json:"subnet"`
 	PublicIP netip.Addr   `json:"publicIP"`
+	Peer     string       `json:"peer,omitempty"` // key of its lease
 	status.Outcome
 }
 
@@ -59,7 +60,7 @@ false.
 With --pod it sends from a pod, which it adds through the CNI configuration of this
 host and then removes: first to the gateway, the bridge of this host, then to the
 bridge of every peer. The column HALF says how far packets pass.`,
-		Example: "  flannelctl check\n  flannelctl check --peer 192.0.2.12 -o json\n  flannelctl check --pod --target 10.5.7.2,10.96.0.1:443",
+		Example: "  flannelctl check\n  flannelctl check --peer 192.0.2.12 -o json\n  flannelctl check --failed -o name\n  flannelctl check --pod --target 10.5.7.2,10.96.0.1:443",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			peers, err := parsePeers(only)
 			if err != nil {
@@ -80,7 +81,7 @@ bridge of every peer. The column HALF says how far packets pass.`,
 		},
 	}
 
-	out.addTo(cmd)
+	out.addTo(cmd, "wide", "name")
 	daemon.addTo(cmd, h)
 	pod.addTo(cmd)
 	cmd.Flags().BoolVar(&failed, "failed", false, "print only peers whose result is not ok")
@@ -125,9 +126,9 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, failed bool
 		shown = slices.DeleteFunc(shown, func(v verdict) bool { return v.OK })
 	}
 	err := out.print(cmd.OutOrStdout(), shown, func(w io.Writer) {
-		fmt.Fprintln(w, "SUBNET\tPUBLIC IP\tRESULT\tRTT\tADVICE")
+		t := out.table(w, "SUBNET\tPUBLIC IP\tRESULT\tRTT\t+KEY\t+LARGEST\tADVICE")
 		for _, v := range shown {
-			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", v.Subnet, v.PublicIP, v.Result(), dash(v.RoundTrip()), v.Advice)
+			t.row(v.Subnet.String(), v.Subnet, v.PublicIP, v.Result(), dash(v.RoundTrip()), v.Peer, number(v.Largest), v.Advice)
 		}
 	})
 
@@ -158,9 +159,10 @@ func checkAll(ctx context.Context, r status.Report, only []netip.Prefix, progres
 			}
 
 			group.Go(func() error {
-				v := verdict{Subnet: s, PublicIP: p.PublicIPs[i]}
+				v := verdict{Subnet: s, PublicIP: p.PublicIPs[i], Peer: p.Key}
 				if p.State != status.Refused {
-					v = verdictOf(paths.Diagnose(ctx, paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, ways)).directed(r.Paths)
+					v.Outcome = outcomeOf(paths.Diagnose(ctx, paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, ways))
+					v = v.directed(r.Paths)
 				}
 				mu.Lock()
 				defer mu.Unlock()
@@ -234,9 +236,6 @@ func pathsOf(r status.Report) paths.Network {
 		PathMTU: func(s netip.Prefix) int { return narrow[s] },
 	}
 }
-
-// verdictOf converts a verdict of package paths to the form that the command prints.
-func verdictOf(v paths.Verdict) verdict { return verdict{v.Subnet, v.PublicIP, outcomeOf(v)} }
 
 // outcomeOf returns an outcome in which Broken may also be a cause that was found on this host, such as refused or
 // forwarding. It is empty if the check cannot tell whether a part is broken.

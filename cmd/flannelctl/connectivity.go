@@ -71,7 +71,7 @@ exit code is 1 if a path is broken, and 2 if nothing can be tested.`,
 	}
 
 	f.store.addKubeTo(test)
-	out.addTo(test)
+	out.addTo(test, "wide")
 	f.addTo(test, time.Minute, "time that pods may take to start")
 	test.Flags().StringVar(&f.image, "image", "", "image of the pods (default that of flanneld's pods)")
 
@@ -227,8 +227,8 @@ func (c *connectivity) add(i int, results []reach, services []string) {
 // print shows the result, and returns an error that names the half of the way that is broken, if one is.
 func (c connectivity) print(w io.Writer, out output) error {
 	var err error
-	if out.format == "table" {
-		err = errors.Join(c.matrix.Text(w), printReach(w, "same Node", c.near), printReach(w, "service", c.services))
+	if wide := out.format == "wide"; wide || out.format == "table" {
+		err = errors.Join(c.matrix.Text(w, wide), printReach(w, "same Node", c.near), printReach(w, "service", c.services))
 	} else {
 		err = out.print(w, struct {
 			mesh.Data

@@ -57,12 +57,12 @@ you can check that before you replace flannel.`,
 				candidates = r.Interface.Candidates
 			}
 
-			err := out.print(cmd.OutOrStdout(), candidates, func(w io.Writer) { printCandidates(w, candidates) })
+			err := out.print(cmd.OutOrStdout(), candidates, func(w io.Writer) { printCandidates(w, &out, candidates) })
 			return cmp.Or(err, failed)
 		},
 	}
 
-	out.addTo(cmd)
+	out.addTo(cmd, "name")
 	daemon.addTo(cmd, h)
 	f := cmd.Flags()
 	f.BoolVar(&noDaemon, "no-daemon", false, "choose as a flanneld would that starts now")
@@ -71,8 +71,8 @@ you can check that before you replace flannel.`,
 	return cmd
 }
 
-func printCandidates(w io.Writer, candidates []underlay.Candidate) {
-	fmt.Fprintln(w, "\tINTERFACE\tADDRESSES\tFOR\tAGAINST")
+func printCandidates(w io.Writer, out *output, candidates []underlay.Candidate) {
+	t := out.table(w, "\tINTERFACE\tADDRESSES\tFOR\tAGAINST")
 	for _, c := range candidates {
 		star := " "
 		if c.Chosen {
@@ -82,7 +82,7 @@ func printCandidates(w io.Writer, candidates []underlay.Candidate) {
 		if c.Never != "" {
 			against = []string{"only --iface chooses it: " + c.Never}
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", star, c.Name, dash(list(c.Addresses)), dash(strings.Join(c.For, "; ")), dash(strings.Join(against, "; ")))
+		t.row(c.Name, star, c.Name, dash(list(c.Addresses)), dash(strings.Join(c.For, "; ")), dash(strings.Join(against, "; ")))
 	}
 }
 

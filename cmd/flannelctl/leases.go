@@ -29,20 +29,26 @@ type lease struct {
 	Subnets     []netip.Prefix `json:"subnets"`
 	PublicIPs   []netip.Addr   `json:"publicIPs"`
 	Type        string         `json:"type,omitempty"`
+	NextType    string         `json:"nextType,omitempty"`
 	Reservation bool           `json:"reservation,omitempty"`
 	TTLSeconds  int            `json:"ttlSeconds,omitempty"`
 	Error       string         `json:"error,omitempty"`
+
+	data []string // of the backend, one for each subnet
 }
 
 func newLease(e etcd.Entry) lease {
 	// Other hosts have written the key, and it need not be that of a subnet.
 	l := lease{
-		Key: oneline.Collapse(e.Lease.Key), Type: e.Lease.BackendType, Subnets: []netip.Prefix{}, PublicIPs: []netip.Addr{},
+		Key: oneline.Collapse(e.Lease.Key), Type: e.Lease.BackendType, NextType: e.Lease.NextType, Subnets: []netip.Prefix{}, PublicIPs: []netip.Addr{},
 		Reservation: e.Lease.Permanent, TTLSeconds: int(e.TTL.Seconds()),
 	}
 	for _, ep := range e.Lease.Endpoints {
 		l.Subnets = append(l.Subnets, ep.Subnet)
 		l.PublicIPs = append(l.PublicIPs, ep.PublicIP)
+		if ep.Data != nil {
+			l.data = append(l.data, oneline.Collapse(string(ep.Data)))
+		}
 	}
 	if e.Err != nil {
 		l.Error = oneline.Collapse(e.Err.Error())
@@ -61,7 +67,7 @@ func newLeasesCommand(h host) *cobra.Command {
 		Use: "leases", Short: "List the leases of all hosts", Args: cobra.NoArgs,
 		Long: `Lists the leases of all hosts. On Kubernetes these are the Nodes that have flannel's
 annotations.`,
-		Example: "  flannelctl leases\n  flannelctl leases -w\n  flannelctl leases -o json | jq -r '.[].publicIPs[]'\n" +
+		Example: "  flannelctl leases\n  flannelctl leases -w\n  flannelctl leases -o wide\n  flannelctl leases -o json | jq -r '.[].publicIPs[]'\n" +
 			"  flannelctl leases --kubeconfig-file ~/.kube/config",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return flags.read(func(o storeOptions, from store) error {
@@ -74,7 +80,7 @@ annotations.`,
 	}
 
 	flags.addKubeTo(cmd)
-	out.addTo(cmd)
+	out.addTo(cmd, "wide", "name")
 	cmd.Flags().BoolVarP(&watch, "watch", "w", false, "print every change, a line each, until Ctrl-C")
 	cmd.MarkFlagsMutuallyExclusive("watch", "output")
 	return cmd
@@ -88,7 +94,7 @@ func newReservationsCommand(h host) *cobra.Command {
 
 	cmd := &cobra.Command{
 		Use: "reservations", Short: "List the reserved subnets", Args: cobra.NoArgs,
-		Example: "  flannelctl reservations\n  flannelctl reservations -o json | jq -r '.[].subnets[]'",
+		Example: "  flannelctl reservations\n  flannelctl reservations -o name | xargs -n 1 flannelctl unreserve",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return flags.withAdmin(func(a *etcd.Admin) error {
 				return listLeases(cmd, a, out, false, func(e etcd.Entry) bool { return e.Lease.Permanent })
@@ -97,7 +103,7 @@ func newReservationsCommand(h host) *cobra.Command {
 	}
 
 	flags.addTo(cmd)
-	out.addTo(cmd)
+	out.addTo(cmd, "wide", "name")
 	return cmd
 }
 
@@ -116,18 +122,19 @@ func listLeases(cmd *cobra.Command, from store, out output, ofNodes bool, which 
 	}
 
 	return out.print(cmd.OutOrStdout(), leases, func(w io.Writer) {
+		titles := "SUBNET\tPUBLIC IP\tTYPE\tEXPIRES\t+KEY"
 		if ofNodes {
-			fmt.Fprintln(w, "NODE\tSUBNET\tPUBLIC IP\tTYPE\tERROR")
-		} else {
-			fmt.Fprintln(w, "SUBNET\tPUBLIC IP\tTYPE\tEXPIRES\tERROR")
+			titles = "NODE\tSUBNET\tPUBLIC IP\tTYPE"
 		}
+		t := out.table(w, titles+"\t+NEXT TYPE\t+DATA\tERROR")
 		for _, l := range leases {
 			subnets := list(l.Subnets)
 			addresses := dash(list(l.PublicIPs))
+			next, data := dash(l.NextType), dash(strings.Join(l.data, ","))
 			if ofNodes {
-				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", l.Key, dash(subnets), addresses, dash(l.Type), l.Error)
+				t.row(l.Key, l.Key, dash(subnets), addresses, dash(l.Type), next, data, l.Error)
 			} else {
-				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", cmp.Or(subnets, l.Key), addresses, dash(l.Type), expires(l), l.Error)
+				t.row(l.Key, cmp.Or(subnets, l.Key), addresses, dash(l.Type), expires(l), l.Key, next, data, l.Error)
 			}
 		}
 	})

@@ -117,7 +117,10 @@ func TestFlagsRefuseNonsense(t *testing.T) {
 		{"mesh --selector=", `--selector "" is invalid: expected labels such as app=flannel`},
 		{"mesh --selector=app=flannel,", `--selector "app=flannel," is invalid`},
 		{"mesh --selector=a&limit=1", `--selector "a&limit=1" is invalid`},
-		{"mesh -o png", `invalid argument "png" for "-o, --output" flag: expected table, json, yaml, svg`},
+		{"mesh -o png", `invalid argument "png" for "-o, --output" flag: expected table, json, yaml, wide, svg`},
+		{"doctor -o wide", `invalid argument "wide" for "-o, --output" flag: expected table, json, yaml`},
+		{"status --wait --timeout=0s", "--timeout 0s is invalid: expected a time above zero"},
+		{"status --brief -o json", "if any flags in the group [brief output] are set none of the others can be"},
 		{"status -o xml", `invalid argument "xml"`},
 	} {
 		if _, err := run(t, strings.Fields(tc.args)...); err == nil || !strings.Contains(err.Error(), tc.want) || strings.Contains(err.Error(), "\n") {

@@ -45,7 +45,7 @@ a path is broken or no host has answered.`,
 	}
 
 	f.store.addKubeTo(cmd)
-	out.addTo(cmd, "svg")
+	out.addTo(cmd, "wide", "svg")
 	f.addTo(cmd)
 	cmd.Flags().DurationVar(&f.interval, "interval", 10*time.Second, "with --watch: time between two questions, longer if a question takes more than half of it")
 	cmd.Flags().BoolVarP(&watch, "watch", "w", false, "print every path that breaks or works again, a line each, until Ctrl-C")
@@ -86,8 +86,8 @@ func showMesh(cmd *cobra.Command, f *meshFlags, out output) error {
 	switch out.format {
 	case "svg":
 		err = m.SVG(w)
-	case "table":
-		err = m.Text(w)
+	case "table", "wide":
+		err = m.Text(w, out.format == "wide")
 	default:
 		err = out.print(w, m.Data(), nil)
 	}

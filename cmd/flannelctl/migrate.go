@@ -16,7 +16,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
@@ -175,16 +174,15 @@ followed yet: all others keep the former devices for them. With --wait the
 command ends when all have followed.`,
 		Example: "  flannelctl migrate status\n  flannelctl migrate status --wait",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			m, err := readMigration(cmd, store)
-			for said := ""; waits && err == nil; {
-				if now := m.waiting(); now != said {
-					said = now
-					fmt.Fprintln(cmd.ErrOrStderr(), now)
+			var m migration
+			var err error
+			over := follow(cmd.Context(), cmd.ErrOrStderr(), migrationPause, func() string {
+				if m, err = readMigration(cmd, store); err != nil || !waits {
+					return ""
 				}
-				if err = wait.For(cmd.Context(), migrationPause); err == nil {
-					m, err = readMigration(cmd, store)
-				}
-			}
+				return m.waiting()
+			})
+			err = cmp.Or(err, over)
 			if errors.Is(err, errNoMigration) {
 				return out.print(cmd.OutOrStdout(), m, func(w io.Writer) { fmt.Fprintln(w, err) })
 			}

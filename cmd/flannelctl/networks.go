@@ -23,7 +23,7 @@ func newNetworksCommand(h host) *cobra.Command {
 		Long: `Lists the networks of a flanneld that serves several: what each does, the reason if
 it is not ready or was refused, and the subnet of this host. The exit code is 1 if
 a network is not ready.`,
-		Example: "  flannelctl networks\n  flannelctl networks -o json",
+		Example: "  flannelctl networks\n  flannelctl networks -o name | xargs -n 1 flannelctl status --network",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			r, err := daemon.report(cmd.Context())
 			if err != nil {
@@ -36,7 +36,7 @@ a network is not ready.`,
 		},
 	}
 
-	out.addTo(cmd)
+	out.addTo(cmd, "name")
 	daemon.addSocketTo(cmd, h)
 	return cmd
 }
@@ -50,9 +50,9 @@ func printOverview(w io.Writer, r status.Report, out *output) error {
 	}
 
 	err := out.print(w, networks, func(w io.Writer) {
-		fmt.Fprintln(w, "NETWORK\tPHASE\tBACKEND\tPREFIXES\tSUBNET\tREASON")
+		t := out.table(w, "NETWORK\tPHASE\tBACKEND\tPREFIXES\tSUBNET\tREASON")
 		for _, n := range networks {
-			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", n.Name, n.Phase, dash(n.BackendType), dash(list(n.Prefixes)), dash(list(n.Subnets)), dash(strings.Join(n.Reasons, "; ")))
+			t.row(n.Name, n.Name, n.Phase, dash(n.BackendType), dash(list(n.Prefixes)), dash(list(n.Subnets)), dash(strings.Join(n.Reasons, "; ")))
 		}
 	})
 	if err == nil && !r.Ready {

@@ -416,9 +416,9 @@ func (c *podCheck) blameOutside(ctx context.Context, l *leg, end reach) {
 		l.Broken, l.Advice = "", fmt.Sprintf("%s answers, %s does not: no pods have a bridge there yet, or a firewall there drops packets to it", end.To, l.To)
 		return
 	default:
-		fromHost := verdictOf(paths.Diagnose(ctx, l.path, pathsOf(c.report)))
+		fromHost := outcomeOf(paths.Diagnose(ctx, l.path, pathsOf(c.report)))
 		if !fromHost.OK {
-			v = fromHost
+			v.Outcome = fromHost
 			break
 		}
 		v.Advice = "packets of this host pass, those of pods do not: a firewall, rule or route here or there takes them: run flannelctl doctor there (" + l.Advice + ")"
@@ -433,13 +433,13 @@ func (c *podCheck) blameOutside(ctx context.Context, l *leg, end reach) {
 // print shows the legs, and returns an error that names the half of the way that is broken, if one is.
 func (c *podCheck) print(w io.Writer, out output) error {
 	err := out.print(w, c.legs, func(w io.Writer) {
-		fmt.Fprintln(w, "POD\tTO\tHALF\tRESULT\tRTT\tADVICE")
+		t := out.table(w, "POD\tTO\tHALF\tRESULT\tRTT\t+LARGEST\tADVICE")
 		for _, l := range c.legs {
 			from := "-"
 			if l.From.IsValid() {
 				from = l.From.String()
 			}
-			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", from, l.To, l.Half, l.Result(), dash(l.RoundTrip()), l.Advice)
+			t.row(l.To, from, l.To, l.Half, l.Result(), dash(l.RoundTrip()), number(l.Largest), l.Advice)
 		}
 	})
 	if err != nil {

@@ -4,6 +4,8 @@ package main
 
 import (
 	"cmp"
+	"context"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -21,20 +23,25 @@ import (
 
 func newStatusCommand(h host) *cobra.Command {
 	var (
-		daemon daemonFlags
-		out    output
-		where  string
-		all    bool
+		daemon  daemonFlags
+		out     output
+		where   string
+		all     bool
+		brief   bool
+		waits   bool
+		timeout time.Duration
 	)
 
 	cmd := &cobra.Command{
 		Use: "status", Short: "Show the status of the daemon on this host or another one", Args: cobra.NoArgs,
 		Long: `Shows the status of this host's flanneld, through its local socket, or of another
 one, at the address of its --statusz-address. Peers without a problem are only
-counted unless --peers is given. The status of this host also contains the problems that
-flannelctl doctor finds. The exit code is 1 if the daemon is not ready, and 2 if it
-cannot be asked.`,
-		Example: "  flannelctl status\n  flannelctl status --peers\n  flannelctl status --url http://192.0.2.12:8287 -o json",
+counted unless --peers is given. With -o name only their leases are named. The status of
+this host also contains the problems that flannelctl doctor finds. With --wait the command
+ends when the daemon is ready, or after --timeout. The exit code is 1 if the daemon is not
+ready, and 2 if it cannot be asked.`,
+		Example: "  flannelctl status\n  flannelctl status --peers -o wide\n  flannelctl status --wait --timeout=2m --brief\n" +
+			"  flannelctl status --url http://192.0.2.12:8287 -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			client := status.Client(daemon.socket)
 			base := socketURL
@@ -47,37 +54,121 @@ cannot be asked.`,
 				base = where
 			}
 
-			r, err := fetch(cmd.Context(), client, base, daemon.network)
-			if err != nil {
-				return err
+			if timeout <= 0 {
+				return fmt.Errorf("--timeout %s is invalid: expected a time above zero", timeout)
 			}
-			if len(r.Networks) > 0 {
+			var r status.Report
+			var err error
+			ask := func(ctx context.Context) (status.Report, error) { return fetch(ctx, client, base, daemon.network) }
+			if waits {
+				r, err = untilReady(cmd, timeout, ask)
+			} else {
+				r, err = ask(cmd.Context())
+			}
+			switch {
+			case err != nil:
+				return err
+			case brief:
+				_, err = fmt.Fprintln(cmd.OutOrStdout(), summaryOf(r))
+			case len(r.Networks) > 0:
 				return printOverview(cmd.OutOrStdout(), r, &out)
+			default:
+				err = out.print(cmd.OutOrStdout(), r, func(w io.Writer) {
+					if out.format != "name" {
+						var findings []doctor.Finding
+						if where == "" {
+							findings = examine(cmd.Context(), []status.Report{r}, nil, nil)
+						}
+						printStatus(w, r, findings, all)
+						if r.Paths != nil {
+							printPaths(w, &out, r.Paths.Worst, all)
+						}
+					}
+					printPeers(w, &out, r.Peers, all)
+				})
 			}
-
-			err = out.print(cmd.OutOrStdout(), r, func(w io.Writer) {
-				var findings []doctor.Finding
-				if where == "" {
-					findings = examine(cmd.Context(), []status.Report{r}, nil, nil)
-				}
-				printStatus(w, r, findings, all)
-			})
-			if err != nil {
-				return err
+			if err == nil && !r.Ready {
+				err = errNotReady
 			}
-			if !r.Ready {
-				return errNotReady
-			}
-			return nil
+			return err
 		},
 	}
 
-	out.addTo(cmd)
+	out.addTo(cmd, "wide", "name")
 	daemon.addTo(cmd, h)
 	cmd.Flags().StringVar(&where, "url", "", "address of another daemon, as http://host:port")
 	cmd.Flags().BoolVar(&all, "peers", false, "list every peer and its kernel objects")
+	cmd.Flags().BoolVar(&brief, "brief", false, "print one line: the state, and how many peers and paths are in which state")
+	cmd.Flags().BoolVar(&waits, "wait", false, "wait until the daemon is ready")
+	cmd.Flags().DurationVar(&timeout, "timeout", 30*time.Second, "with --wait: time after which the command gives up")
 	cmd.MarkFlagsMutuallyExclusive("socket", "url")
+	cmd.MarkFlagsMutuallyExclusive("brief", "output")
+	cmd.MarkFlagsMutuallyExclusive("brief", "peers")
 	return cmd
+}
+
+// readyPause is the time between two questions with --wait.
+const readyPause = time.Second
+
+// untilReady asks a daemon until it is ready or the time is over, and returns its last answer. It prints what it waits
+// for.
+func untilReady(cmd *cobra.Command, limit time.Duration, ask func(context.Context) (status.Report, error)) (r status.Report, err error) {
+	ctx, cancel := context.WithTimeout(cmd.Context(), limit)
+	defer cancel()
+	err = unknownError{fmt.Errorf("no answer within %s", limit)}
+	_ = follow(ctx, cmd.ErrOrStderr(), readyPause, func() string {
+		now, failed := ask(ctx)
+		if failed != nil && ctx.Err() != nil {
+			return "" // the last answer says more than the end of this question
+		}
+		r = now
+		err = failed
+		unknown := unknownError{}
+		switch {
+		case errors.As(err, &unknown):
+			return "waiting until flanneld answers: " + unknown.cause.Error()
+		case err != nil || r.Ready:
+			return ""
+		}
+		return "waiting until flanneld is ready: " + strings.Join(r.Reasons, "; ")
+	})
+	return r, cmp.Or(cmd.Context().Err(), err)
+}
+
+// summaryOf returns the report in one line.
+func summaryOf(r status.Report) string {
+	s := stateOf(r)
+	if len(r.Reasons) > 0 {
+		s += ": " + strings.Join(r.Reasons, "; ")
+	}
+	if len(r.Networks) > 0 {
+		counts := map[string]int{}
+		for _, n := range r.Networks {
+			counts[n.Phase]++
+		}
+		return s + "; networks: " + numbers(counts)
+	}
+	s += "; peers: " + numbers(states(r.Peers))
+	if r.Paths != nil {
+		s += "; paths: " + numbers(r.Paths.Results)
+	}
+	return s
+}
+
+func stateOf(r status.Report) string {
+	if r.Ready {
+		return "ready"
+	}
+	return "not ready"
+}
+
+// states counts the peers in each state.
+func states(peers []status.Peer) map[status.State]int {
+	counts := map[status.State]int{}
+	for _, p := range peers {
+		counts[p.State]++
+	}
+	return counts
 }
 
 func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bool) {
@@ -85,12 +176,7 @@ func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bo
 		fmt.Fprintf(w, "%s\t%s\n", name, strings.TrimSpace(fmt.Sprintln(value...)))
 	}
 
-	state := "ready"
-	if !r.Ready {
-		state = "not ready"
-	}
-
-	row("flanneld", state+", version", r.Version)
+	row("flanneld", stateOf(r)+", version", r.Version)
 	for _, reason := range r.Reasons {
 		row("", reason)
 	}
@@ -150,30 +236,25 @@ func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bo
 	row("datastore", r.Datastore.Kind, connection(r.Datastore))
 	row("firewall", firewall(r.Firewall))
 	row("kernel", kernel(r))
-	counts := map[status.State]int{}
-	for _, p := range r.Peers {
-		counts[p.State]++
-	}
-	row("peers", numbers(counts))
-
+	row("peers", numbers(states(r.Peers)))
 	printNarrow(row, r.Peers)
 	if r.Paths != nil {
-		printPaths(w, row, *r.Paths, all)
+		row("paths", numbers(r.Paths.Results))
 	}
+}
 
-	header := false
-	for _, p := range r.Peers {
-		if !all && p.State == status.InPlace {
-			continue
-		}
-		if !header {
-			fmt.Fprintln(w, "\nSUBNET\tPUBLIC IP\tTYPE\tSTATE\tERROR")
-			header = true
-		}
-
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", cmp.Or(list(p.Subnets), p.Key), dash(list(p.PublicIPs)), dash(p.Type), p.State, p.Error)
+// printPeers prints a table of the peers, with their kernel objects. Unless all is set, the table contains only those with
+// a problem.
+func printPeers(w io.Writer, out *output, peers []status.Peer, all bool) {
+	peers = slices.DeleteFunc(slices.Clone(peers), func(p status.Peer) bool { return !all && p.State == status.InPlace })
+	if len(peers) == 0 {
+		return
+	}
+	t := out.table(w, "\nSUBNET\tPUBLIC IP\tTYPE\tSTATE\t+KEY\t+BACKEND\t+CHANGED\tERROR")
+	for _, p := range peers {
+		t.row(p.Key, cmp.Or(list(p.Subnets), p.Key), dash(list(p.PublicIPs)), dash(p.Type), p.State, p.Key, dash(p.Backend), moment(p.Changed), p.Error)
 		for _, o := range p.Objects {
-			if missing := !o.Present; all || missing {
+			if missing := !o.Present; out.format != "name" && (all || missing) {
 				fmt.Fprintf(w, "  %s%s\n", o.Text, map[bool]string{true: "  MISSING"}[missing])
 			}
 		}
@@ -221,22 +302,24 @@ func printNarrow(row func(string, ...any), peers []status.Peer) {
 	}
 }
 
-// printPaths prints the number of paths with each result, and then a table of the paths in the report,
-// which are the worst ones. Unless all is set, the table contains only those that do not work.
-func printPaths(w io.Writer, row func(string, ...any), p status.Paths, all bool) {
-	row("paths", numbers(p.Results))
-	header := false
-	for _, one := range p.Worst {
-		if one.OK && !all {
-			continue
-		}
-		if !header {
-			fmt.Fprintln(w, "\nPATH TO\tPUBLIC IP\tRESULT\tRTT\tADVICE")
-			header = true
-		}
-
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", one.Subnet, one.PublicIP, one.Result(), dash(one.RoundTrip()), dash(one.Text()))
+// printPaths prints a table of the paths in the report, which are the worst ones. Unless all is set, the table contains
+// only those that do not work.
+func printPaths(w io.Writer, out *output, worst []status.Path, all bool) {
+	worst = slices.DeleteFunc(slices.Clone(worst), func(p status.Path) bool { return !all && p.OK })
+	if len(worst) == 0 {
+		return
 	}
+	t := out.table(w, "\nPATH TO\tPUBLIC IP\tRESULT\tRTT\t+KEY\t+LARGEST\t+SINCE\t+CHECKED\tADVICE")
+	for _, p := range worst {
+		t.row("", p.Subnet, p.PublicIP, p.Result(), dash(p.RoundTrip()), p.Peer, number(p.Largest), moment(p.Since), moment(p.Checked), dash(p.Text()))
+	}
+}
+
+func moment(t time.Time) string {
+	if t.IsZero() {
+		return "-"
+	}
+	return t.UTC().Format(time.RFC3339)
 }
 
 // numbers describes how many there are of each kind.

@@ -130,6 +130,10 @@ func TestFlannelctlOnLeases(t *testing.T) {
 		t.Errorf("leases -o json: %+v, %v; want the lease %s with its TTL", listed, err, key)
 	}
 	expectFlannelctl(t, a, []string{"leases", "-o", "yaml"}, "key: "+key)
+	expectFlannelctl(t, a, []string{"leases", "-o", "wide"}, "NEXT TYPE", " "+key+" ", `"VtepMAC":`)
+	if out := expectFlannelctl(t, a, []string{"leases", "-o", "name"}); out != key+"\n" {
+		t.Errorf("leases -o name prints %q, want %s", out, key)
+	}
 
 	expectLine := watchFlannelctl(t, a, "leases", "-w")
 	expectLine("+", key, ip, "vxlan")
@@ -310,7 +314,9 @@ func TestFlannelctlStatus(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	a, b := l.Host(1), l.Host(2)
 	expectFlannelctlExits(t, a, 2, []string{"status"}, "ask flanneld for its status", "no such file")
-	startOne(t, a, lab.FlanneldOptions{})
+	expectFlannelctlExits(t, a, 2, []string{"status", "--wait", "--timeout=1s"}, "waiting until flanneld answers: ", "ask flanneld for its status", "no such file")
+	start(t, a, lab.FlanneldOptions{})
+	expectFlannelctl(t, a, []string{"status", "--wait", "--brief"}, "ready; peers: none\n")
 	startOne(t, b, lab.FlanneldOptions{Args: []string{"--statusz-address=0.0.0.0:8099"}})
 	eventually(t, "they know each other", func() error {
 		if r := statusOf(t, a); len(r.Peers) != 1 || r.Peers[0].State != status.InPlace {
@@ -319,6 +325,12 @@ func TestFlannelctlStatus(t *testing.T) {
 		return nil
 	})
 	expectFlannelctl(t, a, []string{"status"}, "ready, version", "vxlan, network 10.5.0.0/16, mtu 1450", "etcd connected since", "1 in place", "route 2/2", "firewall    iptables\n")
+	if out := expectFlannelctl(t, a, []string{"status", "--brief"}); out != "ready; peers: 1 in place\n" {
+		t.Errorf("status --brief prints %q", out)
+	}
+	if out := expectFlannelctl(t, a, []string{"status", "--peers", "-o", "name"}); out != statusOf(t, b).Lease.Key+"\n" {
+		t.Errorf("status --peers -o name prints %q, want %s", out, statusOf(t, b).Lease.Key)
+	}
 	expectFlannelctl(t, a, []string{"status", "--peers"}, "route "+statusOf(t, b).Lease.Subnets[0].String(), b.Addr(v4[0]).String())
 	expectFlannelctl(t, a, []string{"status", "--url", "http://" + b.Addr(v4[0]).String() + ":8099"}, statusOf(t, b).Lease.Key)
 	var r status.Report
@@ -330,6 +342,7 @@ func TestFlannelctlStatus(t *testing.T) {
 	d := start(t, a, lab.FlanneldOptions{})
 	expectLog(t, d, "going on from the last known state")
 	expectFlannelctlFails(t, a, []string{"status"}, "not ready", "away")
+	expectFlannelctlFails(t, a, []string{"status", "--wait", "--timeout=1s"}, "waiting until flanneld is ready: ", "not ready, version", "flannelctl: flanneld is not ready")
 }
 
 // TestFlannelctlCheck checks that the command check reports no fault if nothing is dropped, and
@@ -356,11 +369,15 @@ func TestFlannelctlCheck(t *testing.T) {
 			if tc.rules == "" {
 				expectFlannelctl(t, a, []string{"check"}, subnet, "ok")
 				expectFlannelctl(t, a, []string{"check", "--peer", subnet, "-o", "json"}, `"ok": true`)
+				expectFlannelctl(t, a, []string{"check", "-o", "wide"}, " KEY ", statusOf(t, b).Lease.Key)
 				expectFlannelctlFails(t, a, []string{"check", "--peer", "192.0.2.99"}, "there is no peer to check")
 				return
 			}
 			nft(t, b.Namespace, "table netdev broken { chain in { type filter hook ingress device eth0 priority 0; "+tc.rules+" ; } ; }")
 			expectFlannelctlFails(t, a, []string{"check"}, subnet, tc.want+" ", "1 of 1 ways are broken")
+			if out, _ := flannelctl(t, a, "check", "--failed", "-o", "name"); !strings.HasPrefix(out, subnet+"\nflannelctl: ") {
+				t.Errorf("check --failed -o name prints %q, want %s", out, subnet)
+			}
 		})
 	}
 	t.Run("host-gw", func(t *testing.T) {

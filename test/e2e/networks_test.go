@@ -794,6 +794,7 @@ func TestNetworksFlannelctl(t *testing.T) {
 	for _, name := range []string{"red", "green"} {
 		expectPhase(t, l, name, "serving")
 	}
+	expectFlannelctl(t, h, args("networks -o name"), "green\nred\n")
 	expectFlannelctl(t, h, args("networks"), "green     serving   vxlan     10.6.0.0/16   10.6.7.0/24", "red       serving   host-gw")
 	expectFlannelctl(t, h, args("leases --network green"), "10.6.7.0/24", h.Addr(prefix.IPv4).String())
 	expectFlannelctl(t, h, args("status --network green"), "10.6.7.0/24", "vxlan, network 10.6.0.0/16")

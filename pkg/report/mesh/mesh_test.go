@@ -193,12 +193,19 @@ func TestHeld(t *testing.T) {
 // TestText compares what a terminal shows with golden files: words for few hosts, letters for more, and
 // the worst hosts of many.
 func TestText(t *testing.T) {
-	for _, n := range []int{4, 12, 60} {
+	for _, tc := range []struct {
+		hosts int
+		form  string
+	}{{4, ""}, {12, ""}, {60, ""}, {12, "-wide"}} {
 		var b bytes.Buffer
-		if err := broken(t, n).Text(&b); err != nil {
+		if err := broken(t, tc.hosts).Text(&b, tc.form != ""); err != nil {
 			t.Fatal(err)
 		}
-		golden(t, fmt.Sprintf("text-%d.golden", n), b.Bytes())
+		golden(t, fmt.Sprintf("text-%d%s.golden", tc.hosts, tc.form), b.Bytes())
+	}
+	var b bytes.Buffer
+	if err := broken(t, 60).Text(&b, true); err != nil || strings.Count(b.String(), "TO ") != 60 {
+		t.Errorf("60 hosts with -o wide: %v\n%s", err, &b)
 	}
 }
 
@@ -448,7 +455,7 @@ func FuzzAnswer(f *testing.F) {
 			m.Answer(i, body)
 		}
 		var text, svg bytes.Buffer
-		if err := errors.Join(m.Text(&text), m.SVG(&svg)); err != nil {
+		if err := errors.Join(m.Text(&text, false), m.SVG(&svg)); err != nil {
 			t.Fatal(err)
 		}
 		parse(t, svg.Bytes())

@@ -87,23 +87,23 @@ func (h Host) String() string {
 	return strings.Join(parts, " ")
 }
 
-// Text writes the matrix for a terminal. If there are more than maxLetters hosts, it shows only the worst.
-func (m *Matrix) Text(w io.Writer) error {
+// Text writes the matrix for a terminal. With wide all cells have words. Without it, of more than maxLetters hosts only
+// the worst are shown.
+func (m *Matrix) Text(w io.Writer, wide bool) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	s := m.Summary()
-	switch n := len(m.Hosts); {
-	case n <= maxWords:
-		m.writeCells(t, "FROM", Cell.words, func(i int) string { return "TO " + m.Hosts[i].Name })
-	case n <= maxLetters:
-		m.writeCells(t, "FROM", Cell.mark, func(i int) string { return fmt.Sprint(i + 1) })
-	default:
+	n := len(m.Hosts)
+	letters := n > maxWords && n <= maxLetters && !wide
+	if wide || n <= maxLetters {
+		m.writeCells(t, letters)
+	} else {
 		m.writeWorst(t, "WORST FROM", s.From)
 		m.writeWorst(t, "WORST TO", s.To)
 	}
 	if err := t.Flush(); err != nil {
 		return err
 	}
-	if n := len(m.Hosts); n > maxWords && n <= maxLetters {
+	if letters {
 		fmt.Fprintln(w, legend())
 	}
 
@@ -129,17 +129,24 @@ func more(w io.Writer, n int, what string) {
 	}
 }
 
-// writeCells writes every cell. text returns the text of a cell, and column the heading of the column of a
-// host.
-func (m *Matrix) writeCells(w io.Writer, title string, text func(Cell) string, column func(int) string) {
-	fmt.Fprint(w, title)
-	for to := range m.Hosts {
-		fmt.Fprintf(w, "\t%s", column(to))
+// writeCells writes every cell: with letters, or with words and the names of the hosts above.
+func (m *Matrix) writeCells(w io.Writer, letters bool) {
+	text := Cell.words
+	if letters {
+		text = Cell.mark
+	}
+	fmt.Fprint(w, "FROM")
+	for to, h := range m.Hosts {
+		if letters {
+			fmt.Fprintf(w, "\t%d", to+1)
+		} else {
+			fmt.Fprint(w, "\tTO ", h.Name)
+		}
 	}
 
 	for from, h := range m.Hosts {
 		fmt.Fprintln(w)
-		if len(m.Hosts) > maxWords {
+		if letters {
 			fmt.Fprintf(w, "%d ", from+1)
 		}
 		fmt.Fprint(w, h)
