@@ -49,7 +49,7 @@ func newSysdumpCommand(h host) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "sysdump", Short: "Write an archive with everything about this host that helps to find a problem", Args: cobra.NoArgs,
 		Long: `Writes a tar.gz with the reports of flannelctl about this host and its store, and with
-links, addresses, routes of all tables, rules, neighbours, the FDB, the firewall,
+links, addresses, routes of all tables, rules, neighbours, the FDB, tc, BPF programs at devices, the firewall,
 sysctls, versions, metrics, goroutines and logs. Each part is a file. If a part cannot be collected,
 its file says why, and the rest is collected all the same. Passwords, tokens and keys are taken out.
 Names, addresses and what other programs have written in their rules stay: look at the archive before you publish it.`,

@@ -66,6 +66,7 @@ func TestSysdump(t *testing.T) {
 		"flannelctl/check.txt": "(exit code 2)", "flannelctl/config.txt": "(exit code 1)", "flannelctl/interface-without-daemon.txt": "INTERFACE",
 		"daemon/goroutines.txt": "incomplete: ", "daemon/metrics.txt": "incomplete: ", "daemon/settings.txt": "etcd-password=[redacted]\netcd-username=u",
 		"kernel/links.txt": "lo type", "kernel/addresses.txt": "127.0.0.1/8 dev lo", "kernel/routes.txt": "table 255 ", "kernel/rules.txt": "table 254", "kernel/neighbours.txt": "", "kernel/fdb.txt": "",
+		"kernel/tc-queues.txt": "dev lo noqueue", "kernel/tc-filters.txt": "", "kernel/bpf.txt": "",
 		"kernel/sysctl.txt": "net/ipv4/ip_forward = ", "firewall/nft.txt": "", "firewall/iptables.txt": "These variants of iptables", "logs/flanneld.txt": "",
 		"files/proc/version": "Linux", "files" + h.settings: "HTTPS_PROXY=http://[redacted]@192.0.2.9:3128",
 	} {

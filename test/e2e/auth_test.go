@@ -234,6 +234,7 @@ func TestProxyOfTheEnvironment(t *testing.T) {
 // expectSysdump checks that the archive of a host has what its daemon and its kernel say, and no secret.
 func expectSysdump(t *testing.T, h *lab.Host, secret string) {
 	t.Helper()
+	shell(t, h.Namespace, "tc qdisc add dev flannel.1 clsact && tc filter add dev flannel.1 egress bpf da bytecode '1,6 0 0 4294967295'")
 	file := filepath.Join(t.TempDir(), "host.tar.gz")
 	out, err := h.Exec(testContext(t), "sh", "-c", "env -i PATH="+os.Getenv("PATH")+" "+built("flannelctl")+" sysdump --file="+file+" >&2 && tar -xzO -f "+file)
 	if err != nil {
@@ -241,6 +242,7 @@ func expectSysdump(t *testing.T, h *lab.Host, secret string) {
 	}
 	for _, want := range []string{
 		"ready, version", "main.main()", "flannel_ready 1", "etcd-password=[redacted]", "flannel.1 type vxlan", "SUBNET  ", `"Type":"vxlan"`, "mac ", " table 254 ", "net/ipv4/ip_forward = 1",
+		"dev flannel.1 clsact handle ffff:0 ", "dev flannel.1 egress protocol 0x3 priority 49152 handle 0x1 bpf program ",
 	} {
 		if !strings.Contains(string(out), want) {
 			t.Errorf("%s: no %q in the archive", h.Name(), want)

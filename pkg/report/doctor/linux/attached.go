@@ -3,7 +3,9 @@
 package linux
 
 import (
+	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"unsafe"
 
@@ -20,7 +22,7 @@ func attached(devices []string) ([]doctor.Attached, error) {
 	if err != nil {
 		return nil, err
 	}
-	queues, err := dump(func() ([]netlink.Qdisc, error) { return netlink.QdiscList(nil) })
+	queues, err := dump(queues)
 	if err != nil {
 		return nil, err
 	}
@@ -46,7 +48,7 @@ func attached(devices []string) ([]doctor.Attached, error) {
 			add("XDP program %d", own.Xdp.ProgId)
 		}
 		for _, where := range []uint32{unix.BPF_TCX_INGRESS, unix.BPF_TCX_EGRESS} {
-			if n := programs(own.Index, where); n > 0 {
+			if n := len(tcx(own.Index, where)); n > 0 {
 				add("tcx (%d BPF programs)", n)
 			}
 		}
@@ -54,17 +56,99 @@ func attached(devices []string) ([]doctor.Attached, error) {
 	return all, nil
 }
 
-// programs returns the number of programs for BPF at a device. Linux before 6.6 has none there.
-func programs(device int, where uint32) int {
+func queues() ([]netlink.Qdisc, error) { return netlink.QdiscList(nil) }
+
+// filters returns the filters of all queues, even with an error. The kernel lists those of one parent at a time.
+func filters() (all []netlink.Filter, err error) {
+	queues, err := dump(queues)
+	for _, q := range queues {
+		parents := []uint32{q.Attrs().Handle}
+		if q.Type() == "clsact" {
+			parents = []uint32{netlink.HANDLE_MIN_INGRESS, netlink.HANDLE_MIN_EGRESS}
+		}
+		device := &netlink.Dummy{LinkAttrs: netlink.LinkAttrs{Index: q.Attrs().LinkIndex}}
+		for _, parent := range parents {
+			found, failed := dump(func() ([]netlink.Filter, error) { return netlink.FilterList(device, parent) })
+			all = append(all, found...)
+			err = errors.Join(err, failed)
+		}
+	}
+	return all, err
+}
+
+// program is a program for BPF at a device.
+type program struct {
+	device int
+	hook   string
+	id     uint32
+}
+
+// programs returns the programs at all devices that are no filters.
+func programs() (all []program, err error) {
+	links, err := dump(netlink.LinkList)
+	for _, link := range links {
+		own := link.Attrs()
+		if own.Xdp != nil && own.Xdp.Attached {
+			all = append(all, program{own.Index, "XDP", own.Xdp.ProgId})
+		}
+		for _, id := range tcx(own.Index, unix.BPF_TCX_INGRESS) {
+			all = append(all, program{own.Index, "tcx ingress", id})
+		}
+		for _, id := range tcx(own.Index, unix.BPF_TCX_EGRESS) {
+			all = append(all, program{own.Index, "tcx egress", id})
+		}
+	}
+	return all, err
+}
+
+// tcx returns the programs for BPF at a device, in the order in which they run. Linux before 6.6 has none there.
+func tcx(device int, where uint32) []uint32 {
+	var pinned runtime.Pinner
+	defer pinned.Unpin()
+	ids := make([]uint32, 64) // BPF_MPROG_MAX
+	pinned.Pin(&ids[0])
 	query := struct { // of union bpf_attr
 		device, where, _, _ uint32
-		_                   uint64
+		ids                 uint64
 		count, _            uint32
 		_                   [4]uint64
-	}{device: uint32(device), where: where}
-	_, _, errno := unix.Syscall(unix.SYS_BPF, unix.BPF_PROG_QUERY, uintptr(unsafe.Pointer(&query)), unsafe.Sizeof(query))
-	if errno != 0 {
-		return 0
+	}{device: uint32(device), where: where, ids: uint64(uintptr(unsafe.Pointer(&ids[0]))), count: uint32(len(ids))}
+	if _, err := bpf(unix.BPF_PROG_QUERY, &query); err != nil {
+		return nil
 	}
-	return int(query.count)
+	return ids[:query.count]
+}
+
+// name returns the name of a program, or nothing if it has none, or this process may not ask for it.
+func (p program) name() string {
+	fd, err := bpf(unix.BPF_PROG_GET_FD_BY_ID, &struct{ id, _, _ uint32 }{id: p.id})
+	if err != nil {
+		return ""
+	}
+	defer unix.Close(int(fd))
+
+	var pinned runtime.Pinner
+	defer pinned.Unpin()
+	info := &struct { // the begin of struct bpf_prog_info
+		_    [8]uint64
+		name [16]byte
+	}{}
+	pinned.Pin(info)
+	_, err = bpf(unix.BPF_OBJ_GET_INFO_BY_FD, &struct {
+		fd, size uint32
+		info     uint64
+	}{uint32(fd), uint32(unsafe.Sizeof(*info)), uint64(uintptr(unsafe.Pointer(info)))})
+	if err != nil {
+		return ""
+	}
+	return unix.ByteSliceToString(info.name[:])
+}
+
+// bpf makes a system call with a part of union bpf_attr.
+func bpf[T any](command uintptr, attributes *T) (fd uintptr, err error) {
+	fd, _, errno := unix.Syscall(unix.SYS_BPF, command, uintptr(unsafe.Pointer(attributes)), unsafe.Sizeof(*attributes))
+	if errno != 0 {
+		return 0, errno
+	}
+	return fd, nil
 }

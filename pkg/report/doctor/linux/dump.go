@@ -55,9 +55,55 @@ func Dumps() map[string]func() ([]string, error) {
 				return fmt.Sprintf("%s protocol %d port %d blocks %t lacks a security association %t", p, p.Protocol, p.Port, p.Blocks, p.Lacks)
 			})
 		},
+		"tc-queues": func() ([]string, error) {
+			return describe(queues, func(q netlink.Qdisc, device devices) string {
+				a := q.Attrs()
+				s := fmt.Sprintf("dev %s %s handle %s parent %s", device.name(a.LinkIndex), q.Type(), netlink.HandleStr(a.Handle), netlink.HandleStr(a.Parent))
+				if c := a.Statistics; c != nil && c.Basic != nil && c.Queue != nil {
+					s += fmt.Sprintf(" sent %d packets dropped %d", c.Basic.Packets, c.Queue.Drops)
+				}
+				return s
+			})
+		},
+		"tc-filters": func() ([]string, error) {
+			return describe(filters, filter)
+		},
+		"bpf": func() ([]string, error) {
+			return describe(programs, func(p program, device devices) string {
+				return fmt.Sprintf("dev %s %s program %d %s", device.name(p.device), p.hook, p.id, p.name())
+			})
+		},
 		"neighbours": neighbours(netlink.FAMILY_ALL),
 		"fdb":        neighbours(unix.AF_BRIDGE),
 	}
+}
+
+func filter(f netlink.Filter, device devices) string {
+	a := f.Attrs()
+	parent := netlink.HandleStr(a.Parent)
+	switch a.Parent {
+	case netlink.HANDLE_MIN_INGRESS:
+		parent = "ingress"
+	case netlink.HANDLE_MIN_EGRESS:
+		parent = "egress"
+	}
+
+	s := fmt.Sprintf("dev %s %s protocol %#x priority %d handle %#x %s", device.name(a.LinkIndex), parent, a.Protocol, a.Priority, a.Handle, f.Type())
+	var actions []netlink.Action
+	switch f := f.(type) {
+	case *netlink.BpfFilter:
+		s += fmt.Sprintf(" program %d %s", f.Id, f.Name)
+	case *netlink.Flower:
+		actions = f.Actions
+	case *netlink.MatchAll:
+		actions = f.Actions
+	case *netlink.U32:
+		actions = f.Actions
+	}
+	for _, a := range actions {
+		s += fmt.Sprintf(" action %s %s", a.Type(), a.Attrs().Action)
+	}
+	return s
 }
 
 func neighbours(family int) func() ([]string, error) {
