@@ -54,7 +54,9 @@ you can check that before you replace flannel.`,
 				if err != nil {
 					return fmt.Errorf("%w (without a running daemon use --no-daemon)", err)
 				}
-				candidates = r.Interface.Candidates
+				if candidates = r.Interface.Candidates; candidates == nil && r.Interface.Name != "" {
+					return fmt.Errorf("this flanneld has chosen %s (%s) and is too old to list all: version %s", r.Interface.Name, r.Interface.Reason, r.Version)
+				}
 			}
 
 			err := out.print(cmd.OutOrStdout(), candidates, func(w io.Writer) { printCandidates(w, &out, candidates) })

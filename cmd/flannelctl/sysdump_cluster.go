@@ -133,7 +133,7 @@ func (f *dumpFlags) hosts(d *kube.Daemons, a *archive) (parts []part) {
 				if err == nil {
 					err = failed
 				} else {
-					err = errors.New(strings.ReplaceAll(err.Error(), p.Name, "POD")) // the same reason counts once for all pods
+					err = reasonOfPod(err, p.Name)
 				}
 				return fmt.Appendf(nil, "%d files\n", n), err
 			}})
@@ -151,6 +151,16 @@ func (f *dumpFlags) hosts(d *kube.Daemons, a *archive) (parts []part) {
 		}
 	}
 	return parts
+}
+
+// reasonOfPod returns why a pod has sent no archive. It is the same for all pods with the same reason, so that this counts once.
+func reasonOfPod(err error, pod string) error {
+	text := err.Error()
+	// The runtime's message about a missing program has the id of a container.
+	if strings.Contains(text, `unknown command "sysdump"`) || strings.Contains(text, "not found in $PATH") {
+		return errors.New("the image of the pod has no flannelctl, or an older one without sysdump: only the logs of the pod are here")
+	}
+	return errors.New(strings.ReplaceAll(text, pod, "POD"))
 }
 
 // addFiles adds the files of a host's archive to a folder, and returns their number.

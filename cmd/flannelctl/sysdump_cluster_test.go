@@ -48,11 +48,15 @@ func (c *fakeCluster) add(node, phase string, restarts int, exec func(*websocket
 
 // sends returns a command that writes an archive in several messages, and then has an outcome.
 func sends(archive []byte, outcome string) func(*websocket.Conn) {
+	return answers(archive, "text of the failure", outcome)
+}
+
+func answers(archive []byte, stderr, outcome string) func(*websocket.Conn) {
 	return func(ws *websocket.Conn) {
 		for part := range slices.Chunk(archive, 100) {
 			_ = websocket.Message.Send(ws, append([]byte{1}, part...))
 		}
-		_ = websocket.Message.Send(ws, []byte("\x02text of the failure"))
+		_ = websocket.Message.Send(ws, []byte("\x02"+stderr))
 		_ = websocket.Message.Send(ws, []byte("\x03"+outcome))
 	}
 }
@@ -115,7 +119,12 @@ func TestSysdumpCluster(t *testing.T) {
 	c.add("good1", "Running", 1, good)
 	c.add("waits", "Pending", 0, good)
 	c.add("escapes", "Running", 0, sends(packedFile(t, "folder/../../etc/passwd", "x"), success))
-	c.add("old", "Running", 0, sends(nil, `{"status":"Failure","message":"no such file"}`))
+	c.add("fails", "Running", 0, sends(nil, `{"status":"Failure","message":"no such file"}`))
+	// The first is what the commit before that of sysdump answers, the second what containerd says about flannel's image.
+	c.add("old1", "Running", 0, answers(nil, "flannelctl: unknown command \"sysdump\" for \"flannelctl\"\n",
+		`{"status":"Failure","message":"command terminated with non-zero exit code: command terminated with exit code 1","reason":"NonZeroExitCode"}`))
+	c.add("old2", "Running", 0, answers(nil, "",
+		`{"status":"Failure","message":"Internal error occurred: error executing command in container: failed to exec in container: failed to start exec \"1a2b3c\": OCI runtime exec failed: exec failed: unable to start container process: exec: \"flannelctl\": executable file not found in $PATH: unknown"}`))
 	c.add("ends", "Running", 0, func(*websocket.Conn) {})
 	c.add("refused1", "Running", 0, nil)
 	c.add("refused2", "Running", 0, nil)
@@ -132,7 +141,8 @@ func TestSysdumpCluster(t *testing.T) {
 	for i, want := range []string{
 		file, "incomplete: cluster/events-of-nodes.json: you need the right to list events: ", "incomplete: hangs: no answer within 2s",
 		"incomplete: waits: the pod pod-waits does not run: it is Pending", `incomplete: escapes: its archive has the file "folder/../../etc/passwd"`,
-		"incomplete: old: no such file: text of the failure", "incomplete: ends: the connection to the pod has ended before the command",
+		"incomplete: fails: no such file: text of the failure",
+		"incomplete: old1, old2: the image of the pod has no flannelctl, or an older one without sysdump: only the logs of the pod are here", "incomplete: ends: the connection to the pod has ended before the command",
 		"incomplete: refused1, refused2: you need the rights to get and create pods/exec in namespace kube-flannel: ",
 	} {
 		if i >= len(lines) || !strings.HasPrefix(lines[i], want) {
@@ -149,6 +159,7 @@ func TestSysdumpCluster(t *testing.T) {
 		"cluster/nodes.json": `"second"`, "cluster/events.json": "of a pod", "cluster/events-of-nodes.json": "incomplete: ",
 		"hosts/good1/kernel/links.txt": "link, [redacted] and", "hosts/good1/pod-good1/install.log": "log of install", "hosts/good1/pod-good1/sysdump.txt": "1 files",
 		"hosts/good1/pod-good1/kube-flannel-previous.log": `previous "true"`, "hosts/waits/pod-waits/kube-flannel.log": "log of kube-flannel",
+		"hosts/old1/pod-old1/sysdump.txt": "0 files\n\nincomplete: the image of the pod has no flannelctl, ", "hosts/old1/pod-old1/kube-flannel.log": "log of kube-flannel",
 		"hosts/hangs/pod-hangs/sysdump.txt": "incomplete: no answer within 2s",
 	} {
 		if !strings.Contains(files[name], want) {

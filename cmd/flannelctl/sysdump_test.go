@@ -9,6 +9,8 @@ import (
 	"context"
 	"errors"
 	"io"
+	"net/http"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -18,6 +20,8 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // unpack returns the files of an archive by name, without the name of its folder.
@@ -83,6 +87,41 @@ func TestSysdump(t *testing.T) {
 	}
 	if bytes.Contains([]byte(packed), []byte("of-arguments")) {
 		t.Error("the archive is not packed")
+	}
+}
+
+// TestSysdumpOfOlderDaemon checks the archive of a host whose daemon is older than flannelctl. The report is that of
+// the commit that has introduced reports (4994fcbb), except that its peer is refused, so that check sends nothing.
+func TestSysdumpOfOlderDaemon(t *testing.T) {
+	report, err := os.ReadFile("testdata/statusz-older.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	report = bytes.Replace(report, []byte(`"in place"`), []byte(`"refused"`), 1)
+	h, _ := emptyHost(t)
+	ln, err := status.Listen(t.Context(), h.socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mux := http.NewServeMux()
+	mux.HandleFunc("/statusz.json", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write(report) })
+	server := &http.Server{Handler: mux, ReadHeaderTimeout: time.Minute}
+	go func() { _ = server.Serve(ln) }()
+	defer server.Close()
+
+	packed, err := h.run(t, "sysdump", "--file=-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	files := unpack(t, packed)
+	for name, want := range map[string]string{
+		"flannelctl/status.txt": "peers       1 refused\n", "flannelctl/check.txt": "refused ", "flannelctl/doctor.txt": "this host refuses the peer 10.5.197.0-24",
+		"flannelctl/interface.txt": "flannelctl: this flanneld has chosen eth0 (default route) and is too old to list all: version dev ",
+		"daemon/statusz.json":      `"key": "10.5.146.0-24"`, "daemon/goroutines.txt": "incomplete: this flanneld does not serve it",
+	} {
+		if text := files[name]; !strings.Contains(text, want) {
+			t.Errorf("%s: no %q in\n%s", name, want, text)
+		}
 	}
 }
 
