@@ -603,6 +603,16 @@ func TestPagePaths(t *testing.T) {
 		`{"Network"`: elsewhere, "flannelctl mesh --kubeconfig-file": elsewhere,
 		"flannelctl status": until("1 network, 1 ok"), "ip route show": until("mtu 1250"), "flannelctl mesh": until("4 ok, 2 broken, 0 unknown"),
 	})
+
+	// The daemon of the last host is away for a while. Hosts without a lease take a minute to be gone: a unit test has them.
+	const away = "10.5.173.0/24"
+	expectLine := watchFlannelctl(t, m.Host, "mesh", "-w", "--interval=1s")
+	expectLine("=", "4 ok, 2 broken, 0 unknown")
+	expectStop(t, l.Host(3).Daemon())
+	expectLine("!", away, "nothing is known: "+l.Host(3).Addr(v4[0]).String()+":8287 refuses the connection: start flanneld with --statusz-address")
+	expectFlannelctlFails(t, m.Host, []string{"mesh"}, "nothing is known from "+away)
+	start(t, l.Host(3), lab.FlanneldOptions{Args: meshArgs})
+	expectLine("+", away, "ok")
 }
 
 // TestPageFlannelctl runs the commands of flannelctl.md on a host whose only peer is behind a firewall, and has a
