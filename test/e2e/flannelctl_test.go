@@ -143,6 +143,7 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	reserved, reservedKey := freeSubnet(t, a)
 	expectFlannelctl(t, a, []string{"reserve", reserved, bIP}, reservedKey+" is reserved for "+bIP)
 	expectFlannelctl(t, a, []string{"reservations"}, reserved, "never (reserved)")
+	expectFlannelctl(t, a, []string{"reservations", "-o", "name"}, reservedKey+"\n")
 	expectLine("+", reservedKey, bIP, "-")
 	expectFlannelctlFails(t, a, []string{"reserve", reserved, "192.0.2.9"}, "belongs to "+bIP)
 	expectFlannelctlFails(t, a, []string{"reserve", own.Subnets[0].String(), "192.0.2.9"}, "belongs to "+ip)

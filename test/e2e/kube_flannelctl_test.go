@@ -38,6 +38,9 @@ func TestKubeFlannelctl(t *testing.T) {
 			t.Errorf("line %d is %q, want %q", i+1, got, want)
 		}
 	}
+	if out := expectFlannelctl(t, h, []string{"leases", "-o", "name", "--kubeconfig-file=" + config}); out != nodeName(1)+"\n"+nodeName(101)+"\n" {
+		t.Errorf("flannelctl leases -o name prints\n%s", out)
+	}
 	expectFlannelctlFails(t, h, []string{"leases", "--kubeconfig-file=/nowhere"}, `--kubeconfig-file "/nowhere" cannot be read`)
 }
 

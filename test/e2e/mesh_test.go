@@ -76,6 +76,7 @@ func TestMesh(t *testing.T) {
 	if i := slices.IndexFunc(m.Hosts, func(h mesh.HostData) bool { return h.Name == name(l.Host(4)) }); i < 0 || !strings.Contains(m.Hosts[i].Problem, "start it with --probe") || m.Hosts[i].From.Unknown != 3 {
 		t.Errorf("the hosts are %+v, want that of host 4 without probes", m.Hosts)
 	}
+	expectFlannelctl(t, a, []string{"mesh", "-o", "wide"}, "  TO "+name(b), " ms")
 	expectLine := watchFlannelctl(t, a, "mesh", "--watch", "--interval=1s")
 	expectLine("=", "9 ok, 0 broken, 3 unknown")
 
