@@ -3,6 +3,7 @@
 package linux
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"runtime"
@@ -48,8 +49,8 @@ func attached(devices []string) ([]doctor.Attached, error) {
 			add("XDP program %d", own.Xdp.ProgId)
 		}
 		for _, where := range []uint32{unix.BPF_TCX_INGRESS, unix.BPF_TCX_EGRESS} {
-			if n := len(tcx(own.Index, where)); n > 0 {
-				add("tcx (%d BPF programs)", n)
+			if ids, err := tcx(own.Index, where); err == nil && len(ids) > 0 {
+				add("tcx (%d BPF programs)", len(ids))
 			}
 		}
 	}
@@ -83,7 +84,7 @@ type program struct {
 	id     uint32
 }
 
-// programs returns the programs at all devices that are no filters.
+// programs returns the programs at all devices that are no filters, even with an error.
 func programs() (all []program, err error) {
 	links, err := dump(netlink.LinkList)
 	for _, link := range links {
@@ -91,18 +92,19 @@ func programs() (all []program, err error) {
 		if own.Xdp != nil && own.Xdp.Attached {
 			all = append(all, program{own.Index, "XDP", own.Xdp.ProgId})
 		}
-		for _, id := range tcx(own.Index, unix.BPF_TCX_INGRESS) {
-			all = append(all, program{own.Index, "tcx ingress", id})
-		}
-		for _, id := range tcx(own.Index, unix.BPF_TCX_EGRESS) {
-			all = append(all, program{own.Index, "tcx egress", id})
+		for i, hook := range []string{"tcx ingress", "tcx egress"} {
+			ids, failed := tcx(own.Index, uint32(unix.BPF_TCX_INGRESS+i))
+			err = cmp.Or(err, failed) // most often the same for all
+			for _, id := range ids {
+				all = append(all, program{own.Index, hook, id})
+			}
 		}
 	}
 	return all, err
 }
 
 // tcx returns the programs for BPF at a device, in the order in which they run. Linux before 6.6 has none there.
-func tcx(device int, where uint32) []uint32 {
+func tcx(device int, where uint32) ([]uint32, error) {
 	var pinned runtime.Pinner
 	defer pinned.Unpin()
 	ids := make([]uint32, 64) // BPF_MPROG_MAX
@@ -113,16 +115,20 @@ func tcx(device int, where uint32) []uint32 {
 		count, _            uint32
 		_                   [4]uint64
 	}{device: uint32(device), where: where, ids: uint64(uintptr(unsafe.Pointer(&ids[0]))), count: uint32(len(ids))}
-	if _, err := bpf(unix.BPF_PROG_QUERY, &query); err != nil {
-		return nil
+	switch _, errno := bpf(unix.BPF_PROG_QUERY, &query); errno {
+	case 0:
+		return ids[:query.count], nil
+	case unix.EINVAL, unix.ENODEV: // an old kernel, or the device is gone
+		return nil, nil
+	default: // such as the seccomp profile of a container
+		return nil, fmt.Errorf("ask for the programs of tcx: %w", errno)
 	}
-	return ids[:query.count]
 }
 
 // name returns the name of a program, or nothing if it has none, or this process may not ask for it.
 func (p program) name() string {
-	fd, err := bpf(unix.BPF_PROG_GET_FD_BY_ID, &struct{ id, _, _ uint32 }{id: p.id})
-	if err != nil {
+	fd, errno := bpf(unix.BPF_PROG_GET_FD_BY_ID, &struct{ id, _, _ uint32 }{id: p.id})
+	if errno != 0 {
 		return ""
 	}
 	defer unix.Close(int(fd))
@@ -134,21 +140,18 @@ func (p program) name() string {
 		name [16]byte
 	}{}
 	pinned.Pin(info)
-	_, err = bpf(unix.BPF_OBJ_GET_INFO_BY_FD, &struct {
+	_, errno = bpf(unix.BPF_OBJ_GET_INFO_BY_FD, &struct {
 		fd, size uint32
 		info     uint64
 	}{uint32(fd), uint32(unsafe.Sizeof(*info)), uint64(uintptr(unsafe.Pointer(info)))})
-	if err != nil {
+	if errno != 0 {
 		return ""
 	}
 	return unix.ByteSliceToString(info.name[:])
 }
 
 // bpf makes a system call with a part of union bpf_attr.
-func bpf[T any](command uintptr, attributes *T) (fd uintptr, err error) {
-	fd, _, errno := unix.Syscall(unix.SYS_BPF, command, uintptr(unsafe.Pointer(attributes)), unsafe.Sizeof(*attributes))
-	if errno != 0 {
-		return 0, errno
-	}
-	return fd, nil
+func bpf[T any](command uintptr, attributes *T) (fd uintptr, errno unix.Errno) {
+	fd, _, errno = unix.Syscall(unix.SYS_BPF, command, uintptr(unsafe.Pointer(attributes)), unsafe.Sizeof(*attributes))
+	return fd, errno
 }

@@ -3,6 +3,7 @@
 package linux
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"os/exec"
@@ -87,6 +88,20 @@ func TestKernelAttached(t *testing.T) {
 		t.Errorf("a program for XDP: %v, %v", have, err)
 	}
 	expectDump("bpf", "dev one XDP program N look")
+
+	// A container may lack the right to ask. XDP is known all the same, because the link names it.
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var rights [2]unix.CapUserData
+	if err := unix.Capget(&header, &rights[0]); err != nil {
+		t.Fatal(err)
+	}
+	rights[0].Effective, rights[1].Effective = 0, 0
+	if err := unix.Capset(&header, &rights[0]); err != nil { // of this thread
+		t.Fatal(err)
+	}
+	if all, err := programs(); !errors.Is(err, unix.EPERM) || len(all) != 1 {
+		t.Errorf("without rights: %v, %v, want the program for XDP and an error", all, err)
+	}
 }
 
 // TestFilterWithAction checks the line of a filter that the kernels of test machines need not have.
@@ -133,9 +148,9 @@ func loadProgram(t *testing.T, kind uint32) uint32 {
 // mustBPF makes a system call, and returns the file descriptor that it opens.
 func mustBPF[T any](t *testing.T, command uintptr, attributes T) uint32 {
 	t.Helper()
-	fd, err := bpf(command, &attributes)
-	if err != nil {
-		t.Fatalf("bpf(%d): %v", command, err)
+	fd, errno := bpf(command, &attributes)
+	if errno != 0 {
+		t.Fatalf("bpf(%d): %v", command, errno)
 	}
 	return uint32(fd)
 }
