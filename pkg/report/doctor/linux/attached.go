@@ -4,7 +4,6 @@ package linux
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"runtime"
 	"slices"
@@ -13,6 +12,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/report/doctor"
 )
 
@@ -71,7 +71,7 @@ func filters() (all []netlink.Filter, err error) {
 		for _, parent := range parents {
 			found, failed := dump(func() ([]netlink.Filter, error) { return netlink.FilterList(device, parent) })
 			all = append(all, found...)
-			err = errors.Join(err, failed)
+			err = oneline.Join(err, failed)
 		}
 	}
 	return all, err

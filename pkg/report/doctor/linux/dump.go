@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"fmt"
 	"strconv"
+	"strings"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -88,11 +89,11 @@ func filter(f netlink.Filter, device devices) string {
 		parent = "egress"
 	}
 
-	s := fmt.Sprintf("dev %s %s protocol %#x priority %d handle %#x %s", device.name(a.LinkIndex), parent, a.Protocol, a.Priority, a.Handle, f.Type())
+	parts := []string{fmt.Sprintf("dev %s %s protocol %#x priority %d handle %#x %s", device.name(a.LinkIndex), parent, a.Protocol, a.Priority, a.Handle, f.Type())}
 	var actions []netlink.Action
 	switch f := f.(type) {
 	case *netlink.BpfFilter:
-		s += fmt.Sprintf(" program %d %s", f.Id, f.Name)
+		parts = append(parts, fmt.Sprintf("program %d %s", f.Id, f.Name))
 	case *netlink.Flower:
 		actions = f.Actions
 	case *netlink.MatchAll:
@@ -101,9 +102,9 @@ func filter(f netlink.Filter, device devices) string {
 		actions = f.Actions
 	}
 	for _, a := range actions {
-		s += fmt.Sprintf(" action %s %s", a.Type(), a.Attrs().Action)
+		parts = append(parts, fmt.Sprintf("action %s %s", a.Type(), a.Attrs().Action))
 	}
-	return s
+	return strings.Join(parts, " ")
 }
 
 func neighbours(family int) func() ([]string, error) {
