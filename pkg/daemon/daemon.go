@@ -4,8 +4,9 @@
 // a running daemon, such as validating a configuration. Programs that embed flanneld import it.
 //
 // Run serves one network, by package network, or several. With several networks, fleet.go follows the configurations
-// in the store, member.go serves one of the networks, by the same package, and roster.go records what each network
-// claims on this host (claims.go). modes.go is the change from one of these modes to the other.
+// in the store, roster.go decides which of them can be used beside each other, by what each claims on this host
+// (claims.go), and member.go makes one of the networks what is wanted of it, by the same package. One mutex protects
+// all of that. modes.go is the change from one of these modes to the other.
 package daemon
 
 import (

@@ -4,12 +4,12 @@ package daemon
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"fmt"
 	"net/netip"
 	"path"
-	"sync"
+	"reflect"
+	"slices"
 
 	"k8s.io/klog/v2"
 
@@ -23,156 +23,138 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
-// shared is what all networks of a daemon use.
-type shared struct {
-	host   *network.Host
-	cfg    Config
-	etcd   *etcd.Manager // its connection is that of all networks
-	roster *roster
-	news   wait.Signal // sent when a network may claim less than before, and when one has become ready
-	log    klog.Logger // for the phases of the networks
-}
-
-// member is one of several networks. It begins to serve the network when a configuration is admitted, or
-// with the last known state, and passes every later configuration that is admitted to the network. When
-// the configuration was deleted, it removes everything. A refused configuration does not disturb a network
-// that is served with an earlier one. The methods of a member are safe for concurrent use.
+// member is one of several networks: what the fleet wants of it, and what this host has of it. run makes the second
+// follow the first. It begins to serve the network when a configuration is admitted, or with the last known state, and
+// passes every later configuration that is admitted to the network. When the configuration was deleted, it removes
+// everything. A refused configuration does not disturb a network that is served with an earlier one.
 type member struct {
-	*shared
+	*fleet
 	name     string
-	wake     wait.Signal
+	wake     wait.Signal // sent when something else may be wanted
 	progress *network.Progress
 
-	mu         sync.Mutex
-	text       []byte // last configuration that the store had; nil before the first one, and after a deletion
-	admitted   bool   // text was admitted, and config is its content; or config is recalled
-	config     subnet.Config
-	generation int                // number of admitted configurations until config
-	used       subnet.Config      // the last one that the network has used; only if began is set
-	refused    error              // why text was not admitted
-	missing    error              // why m goes on although the store has no configuration; nil if the store has one
-	seen       subnet.Observation // last recorded observation before net was opened; zero if there is none
-	recalled   chan struct{}      // closed when the start may go on after the store has answered; nil unless config is of the last process
-	yields     bool               // m must remove what this host has of the network, except for its lease, and begin again
-	began      bool               // this host may have objects, files or a lease of the network
-	net        *network.Network   // while it is served
-	last       *network.Network   // the last one that was served, when that has ended; nil while net is set, and since a removal began
+	// What is wanted.
+	text     []byte        // the configuration in the store; nil before the first one, and after a deletion
+	promised *claims       // what the network may use, because text was admitted or is recalled; nil otherwise
+	config   subnet.Config // that of promised
+	refused  error         // why text was not admitted
+	asked    *claims       // what text needs, if it was refused because of another network; nil otherwise
+	missing  error         // why the network stays although the store has no configuration; nil if the store has one
+	yields   bool          // what this host has of the network must be removed, except for its lease, before it begins again
+
+	// What there is.
+	claimed []claims           // of the configuration in use, and then of former ones that have left something; empty if this host has nothing of the network
+	used    subnet.Config      // the last one that the network has used; only if claimed is not empty
+	seen    subnet.Observation // last recorded observation; zero if there is none
+	net     *network.Network   // while it is served
+	given   []byte             // the last configuration that net was given; nil after a refusal
+	last    *network.Network   // the last one that was served, when that has ended; nil while net is set, and since a removal began
 }
 
-func newMember(s *shared, name string) *member {
-	s.roster.join(name)
-	progress := network.NewProgress(s.log.WithValues("network", name))
-	return &member{shared: s, name: name, wake: wait.NewSignal(), progress: progress}
+// has reports whether the network has a configuration. The caller of this and of the other methods up to run holds m.mu.
+func (m *member) has() bool { return m.text != nil || m.promised != nil }
+
+// serves reports whether the network should be served: with the configuration that was admitted, or with its last one.
+func (m *member) serves() bool {
+	return m.promised != nil || len(m.claimed) > 0 && m.has() && !m.yields
+}
+
+// retires reports whether what this host has of the network should be removed.
+func (m *member) retires() bool { return len(m.claimed) > 0 && (!m.has() || m.yields) }
+
+// decided must follow every change of what is wanted.
+func (m *member) decided() {
+	m.progress.Decided(m.refused != nil, m.retires())
+	m.wake.Send()
 }
 
 // recall makes m begin with the last known state, until the store answers.
 func (m *member) recall(last lastknown.State) error {
-	catalog, err := m.cfg.Backends(m.cfg.Options.Network(m.name))
+	catalog, release, err := m.catalog()
 	if err != nil {
 		return err
 	}
-	if catalog.Close != nil {
-		defer catalog.Close()
-	}
-
-	var claimed []claims
+	defer release()
 	for _, f := range append([]lastknown.Former{{Config: last.Config, Interface: last.Interface}}, last.Former...) {
 		be, _, err := catalog.New(backend.Env{Network: m.name, Config: f.Config, Underlay: f.Interface})
 		if err != nil {
 			be = nil
 		}
-		claimed = append(claimed, claimsOf(f.Config, be))
+		m.claimed = append(m.claimed, claimsOf(f.Config, be))
 	}
 
-	m.roster.recall(m.name, claimed...)
-
-	m.mu.Lock()
-	defer m.mu.Unlock()
+	m.promised = &m.claimed[0]
 	m.config = last.Config
 	m.used = last.Config
-	m.admitted = true
-	m.recalled = make(chan struct{})
 	m.seen = last.Seen
-	m.began = true
 	return nil
 }
 
-// offer records the configuration in the store, or nil if that was deleted. m must admit a new text before
-// it uses that text, but not the configuration that it has recalled.
-func (m *member) offer(text []byte) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-
-	m.missing = nil
-	unchanged := !m.has()
-	if text != nil {
-		unchanged = m.text != nil && bytes.Equal(text, m.text)
+func (m *member) catalog() (c backend.Catalog, release func(), err error) {
+	c, err = m.cfg.Backends(m.cfg.Options.Network(m.name))
+	if release = c.Close; release == nil {
+		release = func() {}
 	}
-	if unchanged && m.recalled == nil {
-		return
-	}
-
-	m.text = text
-	if m.recalled != nil && text != nil && m.confirm() {
-		return
-	}
-
-	m.admitted = false
-	m.refused = nil
-	m.roster.withdraw(m.name)
-	m.decided()
+	return c, release, err
 }
 
-// decided must follow every change of the task. The caller holds m.mu.
-func (m *member) decided() {
-	m.progress.Decided(m.refused != nil, m.task().retire)
-	m.wake.Send()
+// offer records the configuration in the store, or nil if that was deleted. m must admit a new text before
+// it uses that text, unless it is the configuration that it has recalled.
+func (m *member) offer(text []byte) {
+	m.missing = nil
+	if text == nil && !m.has() || text != nil && m.text != nil && bytes.Equal(text, m.text) {
+		return
+	}
+	m.text = text
+	if recalled := m.promised != nil && !m.listed; recalled && text != nil {
+		if cfg, _, err := m.validate(); err == nil && len(subnet.Changes(m.config.Goal(), cfg)) == 0 {
+			m.config = cfg // equal, but with its warnings
+			m.given = text
+			return
+		}
+	}
+
+	defer m.announce(m.prefixes())
+	m.promised = nil
+	m.asked = nil
+	m.refused = nil
+	m.decided()
 }
 
 // miss records that the store has no configuration of m, but does not report its deletion either.
 func (m *member) miss(ctx context.Context) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
 	if m.has() && m.missing == nil {
 		key := path.Join(m.cfg.Options.EtcdPrefix, m.name, "config")
 		m.missing = fmt.Errorf("etcd has no configuration of it, and does not tell that it was deleted: put the configuration again, "+
 			"or delete the network by etcdctl put %[1]s '{}' and etcdctl del %[1]s", key)
 		klog.FromContext(ctx).Error(m.missing, "going on with the last network configuration", "network", m.name)
 	}
-	m.confirmed()
 }
 
 // admit admits or refuses a configuration that was offered, and logs a new reason.
 func (m *member) admit(ctx context.Context) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.text == nil || m.admitted {
+	if m.text == nil || m.promised != nil {
 		return
 	}
 
-	cfg, wanted, err := m.validate(m.text)
+	cfg, wanted, err := m.validate()
 	if err == nil {
-		err = m.roster.promise(m.name, wanted)
+		err = m.promise(wanted)
 	}
 	if err != nil && (m.refused == nil || m.refused.Error() != err.Error()) {
 		klog.FromContext(ctx).Error(err, "network refused", "network", m.name)
 	}
 	m.refused = err
-	m.admitted = err == nil
-	if m.admitted { // otherwise m goes on with its last configuration
+	if err == nil { // otherwise the network stays with its last configuration
 		m.config = cfg
-		m.generation++
 		m.yields = false // otherwise its session would end at each wake, and never be retired
 	}
-	m.confirmed()
 	m.decided()
 }
 
 // yield makes m release what this host has of the network, because networks wait for each other.
 func (m *member) yield(ctx context.Context) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.yields || m.admitted || !m.began {
+	if m.yields {
 		return
 	}
 	klog.FromContext(ctx).Info("networks wait for each other, so this one removes its devices and routes, and then begins again", "network", m.name, "reason", m.refused)
@@ -180,100 +162,60 @@ func (m *member) yield(ctx context.Context) {
 	m.decided()
 }
 
-func (m *member) validate(text []byte) (subnet.Config, claims, error) {
-	catalog, err := m.cfg.Backends(m.cfg.Options.Network(m.name))
+func (m *member) validate() (subnet.Config, claims, error) {
+	catalog, release, err := m.catalog()
 	if err != nil {
 		return subnet.Config{}, claims{}, err
 	}
-	if catalog.Close != nil {
-		defer catalog.Close()
-	}
-	cfg, be, _, err := network.Validate(m.name, text, true, catalog.Registry)
+	defer release()
+	cfg, be, _, err := network.Validate(m.name, m.text, true, catalog.Registry)
 	if err != nil {
 		return cfg, claims{}, err
 	}
 	return cfg, claimsOf(cfg, be), nil
 }
 
-// confirm reports whether text is the configuration that m has recalled. The caller holds m.mu.
-func (m *member) confirm() bool {
-	cfg, _, err := m.validate(m.text)
-	if err != nil || len(subnet.Changes(m.config.Goal(), cfg)) > 0 {
-		return false
+// learn records what the network has used and seen until now.
+func (m *member) learn() {
+	if m.net == nil {
+		return
 	}
-	m.config = cfg // equal, but with its warnings
-	m.confirmed()
-	return true
-}
-
-// confirmed lets the start of a network that m has recalled continue. The caller holds m.mu.
-func (m *member) confirmed() {
-	if m.recalled != nil {
-		close(m.recalled)
-		m.recalled = nil
+	if now, ok := m.net.State(); ok {
+		m.used = now.Config
+		m.seen = now.Seen
 	}
 }
 
-// has reports whether m has a configuration. The caller holds m.mu.
-func (m *member) has() bool { return m.text != nil || m.admitted }
-
-// observation is the last recorded moment at which the store had the configuration.
-func (m *member) observation() subnet.Observation {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return m.lastSeen()
+// isUp reports whether the start need not wait for m any more.
+func (m *member) isUp() bool {
+	return !m.has() || m.refused != nil || m.net != nil && m.net.WasReady()
 }
 
-// lastSeen is observation for a caller that holds m.mu.
-func (m *member) lastSeen() subnet.Observation {
-	if m.net != nil {
-		if now, ok := m.net.State(); ok {
-			return now.Seen
-		}
+// ready returns the reasons why the network is not ready. counts is false for a network that has no
+// configuration, or was refused before it was ever served.
+func (m *member) ready() (counts bool, reasons []string) {
+	if m.net == nil {
+		return m.has() && (m.refused == nil || len(m.claimed) > 0), []string{"not started yet"}
 	}
-	return m.seen
+	_, reasons = m.net.Ready()
+	return m.has(), reasons
 }
 
-// task is the work of a member at a moment.
-type task struct {
-	serve      bool // the network has a configuration that it can use
-	retire     bool // the network was deleted or yields, and has left something
-	admitted   bool // text was admitted
-	text       []byte
-	config     subnet.Config   // that of text if it was admitted, otherwise the one that the network has used last
-	generation int             // of the last configuration that was admitted
-	refused    error           // why text was not admitted
-	confirmed  <-chan struct{} // closed when the start with config may go on; nil if it may at once
-}
-
-// next returns the present task.
-func (m *member) next() task {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return m.task()
-}
-
-// task is next for a caller that holds m.mu.
-func (m *member) task() task {
-	t := task{
-		serve: m.admitted || m.began && m.has() && !m.yields, retire: m.began && (!m.has() || m.yields), admitted: m.admitted,
-		text: m.text, config: m.config, generation: m.generation, refused: m.refused, confirmed: m.recalled,
-	}
-	if !m.admitted {
-		t.config = m.used
-	}
-	return t
-}
-
+// run makes what there is of the network what is wanted, until ctx ends.
 func (m *member) run(ctx context.Context) {
 	ctx = klog.NewContext(ctx, klog.FromContext(ctx).WithValues("network", m.name))
 	var pause wait.Backoff
 	for ctx.Err() == nil {
+		m.mu.Lock()
+		serves := m.serves()
+		retires := m.retires()
+		m.mu.Unlock()
+
 		var err error
-		switch t := m.next(); {
-		case t.serve:
-			err = m.serve(ctx, t)
-		case t.retire:
+		switch {
+		case serves:
+			err = m.serve(ctx)
+		case retires:
 			err = m.retire(ctx)
 		default:
 			select {
@@ -284,29 +226,22 @@ func (m *member) run(ctx context.Context) {
 
 		if err == nil {
 			pause.Reset()
-			continue
+		} else if ctx.Err() == nil {
+			klog.FromContext(ctx).Error(err, "network failed, trying again")
+			_ = wait.ForOr(ctx, pause.Next(), m.wake) // the loop notices the end of ctx
 		}
-		if ctx.Err() != nil {
-			return
-		}
-		klog.FromContext(ctx).Error(err, "network failed, trying again")
-		_ = wait.ForOr(ctx, pause.Next(), m.wake) // the loop notices the end of ctx
 	}
 }
 
-// serve serves the network, beginning with the configuration of t, until ctx ends, the configuration was
-// deleted or the network fails.
-func (m *member) serve(ctx context.Context, t task) error {
-	n, err := m.open(ctx)
+// serve serves the network until ctx ends, the configuration was deleted or the network fails.
+func (m *member) serve(ctx context.Context) error {
+	n, err := network.Open(ctx, m.networkConfig())
 	if err != nil {
 		return err
 	}
-	if !m.begin(t, n) { // the task has changed meanwhile
+	if !m.begin(n) {
 		n.Close()
 		return nil
-	}
-	if t.refused != nil {
-		n.Refuse(t.refused)
 	}
 
 	running, stop := context.WithCancel(ctx)
@@ -316,6 +251,9 @@ func (m *member) serve(ctx context.Context, t task) error {
 
 	up := n.Up()
 	for {
+		if !m.pass(ctx, n) {
+			stop()
+		}
 		select {
 		case err = <-done:
 			m.closed(n)
@@ -324,96 +262,48 @@ func (m *member) serve(ctx context.Context, t task) error {
 			up = nil
 			klog.FromContext(ctx).Info("network is ready")
 			m.news.Send()
-			continue
 		case <-m.wake:
-		}
-
-		now := m.next()
-		if now.retire {
-			stop()
-			err = <-done
-			m.closed(n)
-			return err
-		}
-		if now.refused != nil {
-			n.Refuse(now.refused)
-		} else if now.admitted && now.generation != t.generation { // another configuration
-			t = now
-			n.Configure(ctx, now.text)
 		}
 	}
 }
 
-// begin records that n is served with the configuration of t. It returns false if the roster may not
-// reserve the claims of t any more.
-func (m *member) begin(t task, n *network.Network) bool {
+// begin records that n is served from now on. It returns false if that is not wanted any more.
+func (m *member) begin(n *network.Network) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if now := m.task(); !now.serve || now.admitted != t.admitted || now.generation != t.generation {
+	if !m.serves() {
 		return false
 	}
-	m.roster.begin(m.name)
-	m.began = true
+	if p := m.promised; p != nil {
+		m.used = m.config
+		if !slices.ContainsFunc(m.claimed, func(c claims) bool { return reflect.DeepEqual(c, *p) }) {
+			m.claimed = slices.Insert(m.claimed, 0, *p)
+		}
+	}
 	m.net = n
+	m.given = m.text
 	m.last = nil
-	m.used = t.config
 	return true
 }
 
-// claim implements network.Config.Claims.
-func (m *member) claim(all []network.Claimed) error {
-	var claimed []claims
-	for _, c := range all {
-		claimed = append(claimed, claimsOf(c.Config, c.Backend))
+// pass tells the network what was decided about its configuration. It returns false if the network should end.
+func (m *member) pass(ctx context.Context, n *network.Network) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	switch {
+	case m.refused != nil:
+		n.Refuse(m.refused)
+		m.given = nil // so that the network hears of the former configuration when that is in the store again
+	case m.promised != nil && !bytes.Equal(m.text, m.given):
+		n.Configure(ctx, m.text)
+		m.given = m.text
 	}
-	err := m.roster.claim(m.name, claimed...)
-	m.news.Send() // another network may wait for something that this one has released
-	return err
-}
-
-func (m *member) open(ctx context.Context) (*network.Network, error) {
-	c := network.Config{
-		Host: m.host, Options: m.cfg.Options.Network(m.name), Name: m.name, Backends: m.cfg.Backends,
-		OpenStore: func(c etcd.Config) (network.Store, error) {
-			manager, err := m.etcd.Network(m.name, c)
-			if err != nil {
-				return nil, err
-			}
-			return networkStore{manager, m}, nil
-		},
-		Claims: m.claim, Progress: m.progress,
-	}
-	if m.cfg.Options.IPMasq && !m.cfg.Options.MasqueradeBetweenNetworks {
-		c.Others = func() ([]netip.Prefix, <-chan struct{}) { return m.roster.others(m.name) }
-	}
-	return network.Open(ctx, c)
-}
-
-// networkStore is the store of one of several networks. Its configuration is that of the
-// member's task, not the one in etcd.
-type networkStore struct {
-	*etcd.Manager
-	member *member
-}
-
-// Config implements subnet.Manager.
-func (s networkStore) Config(ctx context.Context) (subnet.Config, error) {
-	if confirmed := s.member.next().confirmed; confirmed != nil {
-		select {
-		case <-confirmed:
-		case <-ctx.Done():
-			return subnet.Config{}, ctx.Err()
-		}
-	}
-	return s.member.next().config, nil
+	return m.serves()
 }
 
 func (m *member) closed(n *network.Network) {
 	m.mu.Lock()
-	if now, ok := n.State(); ok {
-		m.used = now.Config
-	}
-	m.seen = m.lastSeen()
+	m.learn()
 	m.net = nil
 	m.last = n
 	m.progress.Stopped()
@@ -431,12 +321,7 @@ func (m *member) retire(ctx context.Context) error {
 	yields := m.has()
 	m.mu.Unlock()
 
-	n, err := m.open(ctx)
-	if err != nil {
-		return err
-	}
-	defer n.Close()
-	if err := n.Retire(ctx, yields); err != nil {
+	if err := retire(ctx, m.networkConfig(), yields); err != nil {
 		return err
 	}
 	if yields {
@@ -444,53 +329,63 @@ func (m *member) retire(ctx context.Context) error {
 	} else {
 		klog.FromContext(ctx).Info("network was deleted: its lease, devices, routes, rules and files are gone")
 	}
-	return m.retired()
+	m.retired()
+	return nil
 }
 
-func (m *member) retired() error {
+func (m *member) retired() {
 	m.mu.Lock()
-	m.began = false
+	defer m.mu.Unlock()
+	defer m.announce(m.prefixes())
+	m.claimed = nil
 	m.yields = false
 	m.seen = subnet.Observation{}
 	m.decided()
-	m.mu.Unlock()
-	return m.claim(nil)
+	m.news.Send() // another network may wait for what this one has released
 }
 
-func (m *member) present() *network.Network {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return m.net
-}
-
-func (m *member) served() *network.Network {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return cmp.Or(m.net, m.last)
-}
-
-// isUp reports whether the start need not wait for m any more.
-func (m *member) isUp() bool {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return !m.has() || m.refused != nil || m.net != nil && m.net.WasReady()
-}
-
-// ready returns the reasons why the network is not ready. counts is false for a network that has no
-// configuration, or was refused before it was ever served.
-func (m *member) ready() (counts bool, reasons []string) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.net == nil {
-		return m.has() && (m.refused == nil || m.began), []string{"not started yet"}
+func (m *member) networkConfig() network.Config {
+	c := network.Config{
+		Host: m.host, Options: m.cfg.Options.Network(m.name), Name: m.name, Backends: m.cfg.Backends,
+		OpenStore: func(c etcd.Config) (network.Store, error) {
+			manager, err := m.etcd.Network(m.name, c)
+			if err != nil {
+				return nil, err
+			}
+			return networkStore{manager, m}, nil
+		},
+		Claims: m.claim, Progress: m.progress,
 	}
-	_, reasons = m.net.Ready()
-	return m.has(), reasons
+	if m.cfg.Options.IPMasq && !m.cfg.Options.MasqueradeBetweenNetworks {
+		c.Others = m.others
+	}
+	return c
 }
 
+// networkStore is the store of one of several networks. Its configuration is the one that the member should use,
+// not the one in etcd.
+type networkStore struct {
+	*etcd.Manager
+	member *member
+}
+
+// Config implements subnet.Manager. It waits until the store has confirmed or changed what was recalled.
+func (s networkStore) Config(ctx context.Context) (subnet.Config, error) {
+	select {
+	case <-s.member.answered:
+	case <-ctx.Done():
+		return subnet.Config{}, ctx.Err()
+	}
+	s.member.mu.Lock()
+	defer s.member.mu.Unlock()
+	if s.member.promised == nil {
+		return s.member.used, nil
+	}
+	return s.member.config, nil
+}
+
+// summary describes m, which may be a copy, so it needs no lock.
 func (m *member) summary() status.NetworkSummary {
-	m.mu.Lock()
-	defer m.mu.Unlock()
 	s := status.NetworkSummary{Name: m.name, Phase: string(m.progress.Phase()), Prefixes: []netip.Prefix{}, Subnets: []netip.Prefix{}}
 	if m.net != nil {
 		s.Ready, s.Reasons = m.net.Ready()

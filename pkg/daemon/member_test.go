@@ -4,27 +4,19 @@ package daemon
 
 import (
 	"os"
-	"path/filepath"
 	"regexp"
 	"slices"
 	"testing"
 
-	"github.com/flanneld/flanneld/backend/builtin"
-	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/network"
-	"github.com/flanneld/flanneld/pkg/options"
 )
 
 // TestMemberPhases refuses, uses and deletes configurations of one of several networks. Its summary must
 // have the phase after each step. The network must go all ways between InUse, Refused and Removing that the
 // diagram in design.md has, and no others.
 func TestMemberPhases(t *testing.T) {
-	dir := t.TempDir()
-	s := &shared{
-		cfg:    Config{Options: options.Options{StateDir: dir, SubnetDir: filepath.Join(dir, "networks")}, Backends: builtin.New},
-		roster: newRoster(), news: wait.NewSignal(),
-	}
-	red := newMember(s, "red")
+	f := testFleet(t)
+	red := f.join("red")
 	const valid, invalid = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`, `{`
 	offer := func(text string) func() {
 		return func() {
@@ -33,13 +25,8 @@ func TestMemberPhases(t *testing.T) {
 		}
 	}
 	remove := func() { red.offer(nil) }
-	removed := func() {
-		if err := red.retired(); err != nil {
-			t.Error(err)
-		}
-	}
 	begin := func() {
-		if !red.begin(red.next(), nil) {
+		if !red.begin(nil) {
 			t.Error("the network cannot begin")
 		}
 	}
@@ -53,12 +40,12 @@ func TestMemberPhases(t *testing.T) {
 		{"a valid one", offer(valid), network.PhaseNoConfiguration},
 		{"it is used", begin, network.PhaseNoConfiguration},
 		{"it is deleted", remove, network.PhaseRemoving},
-		{"nothing is left", removed, network.PhaseNoConfiguration},
+		{"nothing is left", red.retired, network.PhaseNoConfiguration},
 		{"a valid one again", offer(valid), network.PhaseNoConfiguration},
 		{"it is used again", begin, network.PhaseNoConfiguration},
 		{"it cannot be used any more", offer(invalid), network.PhaseRefused},
 		{"it is deleted although it is refused", remove, network.PhaseRemoving},
-		{"nothing is left again", removed, network.PhaseNoConfiguration},
+		{"nothing is left again", red.retired, network.PhaseNoConfiguration},
 	} {
 		step.do()
 		now := red.summary().Phase
@@ -99,27 +86,23 @@ func TestMemberPhases(t *testing.T) {
 // TestYieldEndsWithAnotherConfiguration lets a network yield, and gives it a configuration that it can use before it has
 // removed anything. It must then serve that one, and remove nothing.
 func TestYieldEndsWithAnotherConfiguration(t *testing.T) {
-	dir := t.TempDir()
-	s := &shared{
-		cfg:    Config{Options: options.Options{StateDir: dir, SubnetDir: filepath.Join(dir, "networks")}, Backends: builtin.New},
-		roster: newRoster(), news: wait.NewSignal(),
-	}
-	red := newMember(s, "red")
+	f := testFleet(t)
+	red := f.join("red")
 	offer := func(text string) {
 		red.offer([]byte(text))
 		red.admit(t.Context())
 	}
 	offer(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
-	if !red.begin(red.next(), nil) {
+	if !red.begin(nil) {
 		t.Fatal("the network cannot begin")
 	}
 	offer(`{`)
 	red.yield(t.Context())
-	if now := red.next(); now.serve || !now.retire {
-		t.Errorf("while it yields: %+v, want that it removes what it has", now)
+	if red.serves() || !red.retires() {
+		t.Errorf("while it yields: %+v, want that it removes what it has", red)
 	}
 	offer(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7}}`)
-	if now := red.next(); !now.serve || now.retire {
-		t.Errorf("with a configuration that it can use: %+v, want that it serves", now)
+	if !red.serves() || red.retires() {
+		t.Errorf("with a configuration that it can use: %+v, want that it serves", red)
 	}
 }

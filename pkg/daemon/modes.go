@@ -19,33 +19,24 @@ import (
 // if this one serves a single one, or the other way round.
 func leaveOtherMode(ctx context.Context, h *network.Host, cfg Config) error {
 	o := cfg.Options
-	names, err := lastknown.Files(o.StateDir)
-	if err != nil {
-		return err
-	}
-
-	for _, file := range names {
-		last, err := statefile.Read[lastknown.State](o.StateDir, file)
-		if err != nil {
-			continue // as if the host had no state; flannelctl cleanup reports the file
-		}
+	return lastknown.Each(o.StateDir, func(file string, last lastknown.State) error {
 		former, ok := ofOtherMode(o, file, last)
 		if !ok {
-			continue
+			return nil
 		}
 
 		log := klog.FromContext(ctx).WithValues("network", last.Config.Prefixes())
-		err = retire(klog.NewContext(ctx, log), network.Config{Host: h, Options: former, Name: last.Name, Backends: cfg.Backends})
+		err := retire(klog.NewContext(ctx, log), network.Config{Host: h, Options: former, Name: last.Name, Backends: cfg.Backends}, false)
 		if errors.Is(err, statefile.ErrInUse) {
 			log.Info("another flanneld serves this network, so it stays", "subnetFile", former.SubnetFile)
-			continue
+			return nil
 		}
 		if err != nil {
 			return fmt.Errorf("remove what a daemon with other --networks has left: %w", err)
 		}
 		log.Info("removed what a daemon with other --networks has left", "subnetFile", former.SubnetFile)
-	}
-	return nil
+		return nil
+	})
 }
 
 // ofOtherMode returns the options of a daemon in the other mode that has the state last in that file.
@@ -61,11 +52,12 @@ func ofOtherMode(o options.Options, file string, last lastknown.State) (former o
 	return former, !o.KubeSubnetMgr && single == o.Several() && file == former.StateName()
 }
 
-func retire(ctx context.Context, c network.Config) error {
+// retire removes what this host has of a network that does not run, and its lease unless keep is set.
+func retire(ctx context.Context, c network.Config, keep bool) error {
 	n, err := network.Open(ctx, c)
 	if err != nil {
 		return err
 	}
 	defer n.Close()
-	return n.Retire(ctx, false)
+	return n.Retire(ctx, keep)
 }

@@ -3,6 +3,7 @@
 package daemon
 
 import (
+	"bytes"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -11,13 +12,27 @@ import (
 	"strings"
 	"testing"
 
+	"k8s.io/klog/v2"
+
 	"github.com/flanneld/flanneld/backend/builtin"
-	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/subnet"
 )
+
+func testFleet(t *testing.T) *fleet {
+	dir := t.TempDir()
+	o := options.Options{StateDir: dir, SubnetDir: filepath.Join(dir, "networks")}
+	return newFleet(nil, Config{Options: o, Backends: builtin.New}, nil, klog.Background())
+}
+
+// withdraw takes back what was promised to m.
+func withdraw(m *member) {
+	defer m.announce(m.prefixes())
+	m.promised = nil
+	m.asked = nil
+}
 
 // TestRoster lets network red change its device, while network green asks for the former device after
 // each step. green must not get the device while red is promised it or may still have it.
@@ -26,33 +41,38 @@ func TestRoster(t *testing.T) {
 		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, names: []string{"device " + device}}
 	}
 	was, is, wants := on("10.5.0.0/16", "flannel.1"), on("10.5.0.0/16", "flannel.2"), on("10.6.0.0/16", "flannel.1")
-	r := newRoster()
-	r.join("red")
+	f := testFleet(t)
+	red, green := f.join("red"), f.join("green")
+	begin := func() {
+		_ = red.promise(was)
+		red.begin(nil)
+		withdraw(red)
+	}
 	for _, step := range []struct {
 		name string
 		do   func()
 		want string // part of the reason why green cannot have the device; empty if it can
 	}{
 		{"nothing", func() {}, ""},
-		{"promised", func() { _ = r.promise("red", was) }, "it clashes with network red, which was there first: both have the device flannel.1"},
-		{"withdrawn", func() { r.withdraw("red") }, ""},
-		{"begun", func() { _ = r.promise("red", was); r.begin("red"); r.withdraw("red") }, "clashes with network red"},
-		{"begun again", func() { _ = r.promise("red", was); r.begin("red"); r.withdraw("red") }, "clashes with network red"},
-		{"claimed", func() { _ = r.claim("red", was) }, "clashes with network red"},
-		{"promised another", func() { _ = r.promise("red", is) }, "clashes with network red"},
-		{"changed", func() { _ = r.claim("red", is, was) }, "it waits until network red has removed what a former configuration left: both have the device flannel.1"},
-		{"removed", func() { _ = r.claim("red", is) }, ""},
-		{"deleted", func() { r.withdraw("red"); _ = r.claim("red") }, ""},
+		{"promised", func() { _ = red.promise(was) }, "it clashes with network red, which was there first: both have the device flannel.1"},
+		{"withdrawn", func() { withdraw(red) }, ""},
+		{"begun", begin, "clashes with network red"},
+		{"begun again", begin, "clashes with network red"},
+		{"claimed", func() { _ = red.replace([]claims{was}) }, "clashes with network red"},
+		{"promised another", func() { _ = red.promise(is) }, "clashes with network red"},
+		{"changed", func() { _ = red.replace([]claims{is, was}) }, "it waits until network red has removed what a former configuration left: both have the device flannel.1"},
+		{"removed", func() { _ = red.replace([]claims{is}) }, ""},
+		{"deleted", func() { withdraw(red); red.retired() }, ""},
 	} {
 		step.do()
-		err := r.promise("green", wants)
+		err := green.promise(wants)
 		switch {
 		case step.want == "" && err != nil:
 			t.Errorf("%s: green cannot have its device: %v", step.name, err)
 		case step.want != "" && (err == nil || !strings.Contains(err.Error(), step.want)):
 			t.Errorf("%s: %v, want an error with %q", step.name, err, step.want)
 		}
-		r.withdraw("green")
+		withdraw(green)
 	}
 }
 
@@ -74,22 +94,23 @@ func TestRosterClaim(t *testing.T) {
 		"the former port": {on("10.7.0.0/16", 8285), ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			r := newRoster()
-			r.recall("red", was)
-			_ = r.promise("red", is)
-			r.withdraw("red")
+			f := testFleet(t)
+			red, green := f.join("red"), f.join("green")
+			red.claimed = []claims{was}
+			_ = red.promise(is)
+			withdraw(red)
 			former := "it clashes with network red"
-			if err := r.promise("green", tt.green); (err != nil) != (tt.green.clash(was) != "") || err != nil && !strings.Contains(err.Error(), former) {
+			if err := green.promise(tt.green); (err != nil) != (tt.green.clash(was) != "") || err != nil && !strings.Contains(err.Error(), former) {
 				t.Fatal(err)
 			}
 			got := ""
-			if err := r.claim("red", is, was); err != nil {
+			if err := red.replace([]claims{is, was}); err != nil {
 				got = err.Error()
 			}
 			if got != tt.want {
 				t.Errorf("red gets what was promised: %q, want %q", got, tt.want)
 			}
-			if err := r.claim("red", was); err != nil {
+			if err := red.replace([]claims{was}); err != nil {
 				t.Errorf("red cannot go on with what it has: %v", err)
 			}
 		})
@@ -102,23 +123,24 @@ func TestRosterOthers(t *testing.T) {
 	of := func(network string) claims {
 		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}}
 	}
-	r := newRoster()
+	f := testFleet(t)
+	green, red, pink, grey := f.join("green"), f.join("red"), f.join("pink"), f.join("grey")
 	for _, step := range []struct {
 		name  string
 		do    func()
 		want  []string
 		moves bool
 	}{
-		{"join", func() { r.join("red") }, nil, false},
-		{"promise", func() { _ = r.promise("red", of("10.4.0.0/16")) }, []string{"10.4.0.0/16"}, true},
-		{"claim", func() { _ = r.claim("red", of("10.4.0.0/16")) }, []string{"10.4.0.0/16"}, false},
-		{"neighbour", func() { _ = r.promise("pink", of("10.5.0.0/16")) }, []string{"10.4.0.0/15"}, true},
-		{"former", func() { _ = r.claim("red", of("10.4.0.0/16"), of("10.9.0.0/16")) }, []string{"10.4.0.0/15", "10.9.0.0/16"}, true},
-		{"refused", func() { _ = r.promise("grey", of("10.9.8.0/24")) }, []string{"10.4.0.0/15", "10.9.0.0/16"}, false},
-		{"withdraw", func() { r.withdraw("red") }, []string{"10.4.0.0/15", "10.9.0.0/16"}, false},
-		{"delete", func() { _ = r.claim("red") }, []string{"10.5.0.0/16"}, true},
+		{"join", func() { f.join("blue") }, nil, false},
+		{"promise", func() { _ = red.promise(of("10.4.0.0/16")) }, []string{"10.4.0.0/16"}, true},
+		{"claim", func() { _ = red.replace([]claims{of("10.4.0.0/16")}) }, []string{"10.4.0.0/16"}, false},
+		{"neighbour", func() { _ = pink.promise(of("10.5.0.0/16")) }, []string{"10.4.0.0/15"}, true},
+		{"former", func() { _ = red.replace([]claims{of("10.4.0.0/16"), of("10.9.0.0/16")}) }, []string{"10.4.0.0/15", "10.9.0.0/16"}, true},
+		{"refused", func() { _ = grey.promise(of("10.9.8.0/24")) }, []string{"10.4.0.0/15", "10.9.0.0/16"}, false},
+		{"withdraw", func() { withdraw(red) }, []string{"10.4.0.0/15", "10.9.0.0/16"}, false},
+		{"delete", func() { red.retired() }, []string{"10.5.0.0/16"}, true},
 	} {
-		_, moved := r.others("green")
+		_, moved := green.others()
 		step.do()
 		moves := false
 		select {
@@ -127,7 +149,7 @@ func TestRosterOthers(t *testing.T) {
 		default:
 		}
 		var got []string
-		all, _ := r.others("green")
+		all, _ := green.others()
 		for _, p := range all {
 			got = append(got, p.String())
 		}
@@ -135,7 +157,7 @@ func TestRosterOthers(t *testing.T) {
 			t.Errorf("%s: %v, the channel is closed: %v, want %v, %v", step.name, got, moves, step.want, step.moves)
 		}
 	}
-	if own, _ := r.others("pink"); len(own) > 0 {
+	if own, _ := pink.others(); len(own) > 0 {
 		t.Errorf("the only network has others: %v", own)
 	}
 }
@@ -150,16 +172,12 @@ func TestRecalledClaims(t *testing.T) {
 		}
 		return cfg
 	}
-	dir := t.TempDir()
-	s := &shared{
-		cfg:    Config{Options: options.Options{StateDir: dir, SubnetDir: filepath.Join(dir, "networks")}, Backends: builtin.New},
-		roster: newRoster(), news: wait.NewSignal(),
-	}
+	f := testFleet(t)
 	own := netip.MustParseAddr("192.0.2.1")
 	eth0 := underlay.Interface{Name: "eth0", MTU: 1500, Addrs: []underlay.Address{{Local: own, Public: own}}}
 	unknown := config(`{"Network":"10.7.0.0/16","Backend":{"Type":"vxlan"}}`)
 	unknown.BackendType = "carrier-pigeon"
-	red := newMember(s, "red")
+	red := f.join("red")
 	if err := red.recall(lastknown.State{
 		Config: config(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":2}}`), Interface: eth0,
 		Former: []lastknown.Former{
@@ -169,7 +187,7 @@ func TestRecalledClaims(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	green := newMember(s, "green")
+	green := f.join("green")
 	for text, want := range map[string]string{
 		`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":1}}`: "flannel.1",
 		`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":2}}`: "flannel.2",
@@ -179,7 +197,7 @@ func TestRecalledClaims(t *testing.T) {
 		green.offer([]byte(text))
 		green.admit(t.Context())
 		refused := ""
-		if why := green.next().refused; why != nil {
+		if why := green.refused; why != nil {
 			refused = why.Error()
 		}
 		if !strings.Contains(refused, want) || (refused == "") != (want == "") {
@@ -192,49 +210,44 @@ func TestRecalledClaims(t *testing.T) {
 // admitted and a third one refused. The network must begin again with the first configuration, and
 // change to the third one when that is admitted.
 func TestRefusedConfigurationAfterAFailure(t *testing.T) {
-	dir := t.TempDir()
-	s := &shared{
-		cfg:    Config{Options: options.Options{StateDir: dir, SubnetDir: filepath.Join(dir, "networks")}, Backends: builtin.New},
-		roster: newRoster(), news: wait.NewSignal(),
-	}
+	f := testFleet(t)
 	config := func(vni int) []byte {
 		return fmt.Appendf(nil, `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":%d}}`, vni)
 	}
-	red, green := newMember(s, "red"), newMember(s, "green")
+	red, green := f.join("red"), f.join("green")
 	green.offer([]byte(`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":3}}`))
 	green.admit(t.Context())
 	red.offer(config(1))
 	red.admit(t.Context())
-	first := red.next()
-	if !first.serve || !red.begin(first, nil) {
+	first := red.config
+	if !red.serves() || !red.begin(nil) {
 		t.Fatalf("%+v cannot begin", first)
 	}
 	red.offer(config(2))
 	red.admit(t.Context())
-	second := red.next()
-	if !second.admitted || second.generation == first.generation {
-		t.Errorf("the second configuration leads to %+v after %+v", second, first)
+	if red.promised == nil || bytes.Equal(red.text, red.given) || len(subnet.Changes(red.config, first)) == 0 {
+		t.Errorf("the second configuration leads to %+v after %+v", red.config, first)
 	}
 	red.offer(config(3))
 	red.admit(t.Context())
-	third := red.next()
-	if !third.serve || third.admitted || third.refused == nil || len(subnet.Changes(third.config, first.config)) > 0 {
-		t.Errorf("after the third configuration was refused: %+v, want to go on with %+v", third, first.config)
+	if !red.serves() || red.promised != nil || red.refused == nil || len(subnet.Changes(red.used, first)) > 0 {
+		t.Errorf("after the third configuration was refused: %+v, want to go on with %+v", red.used, first)
 	}
-	if red.begin(second, nil) {
-		t.Error("the network begins with the second configuration, which is not promised any more")
-	}
-	if !red.begin(third, nil) {
+	if !red.begin(nil) || len(subnet.Changes(red.used, first)) > 0 {
 		t.Error("the network cannot go on with the first configuration")
+	}
+	close(f.answered)
+	if cfg, err := (networkStore{member: red}).Config(t.Context()); err != nil || len(subnet.Changes(cfg, first)) > 0 {
+		t.Errorf("the network begins with %+v, %v, want the first configuration", cfg, err)
 	}
 	green.offer(nil)
 	red.admit(t.Context())
-	if now := red.next(); !now.admitted || now.generation == third.generation || len(subnet.Changes(now.config, first.config)) == 0 {
-		t.Errorf("when the third configuration is admitted: %+v, want a change", now)
+	if red.promised == nil || bytes.Equal(red.text, config(1)) || len(subnet.Changes(red.config, first)) == 0 {
+		t.Errorf("when the third configuration is admitted: %+v, want a change", red.config)
 	}
 	red.offer(nil)
-	if now := red.next(); now.serve || !now.retire {
-		t.Errorf("when it is deleted: %+v, want retire", now)
+	if red.serves() || !red.retires() {
+		t.Errorf("when it is deleted: %+v, want that it retires", red)
 	}
 }
 
@@ -267,35 +280,38 @@ func TestRosterKnot(t *testing.T) {
 			if reversed {
 				slices.Reverse(names)
 			}
-			r := newRoster()
+			f := testFleet(t)
 			for _, n := range names {
-				r.recall(n, tt.changes[n].from)
+				f.join(n).claimed = []claims{tt.changes[n].from}
 			}
 			for range 2 {
 				for _, n := range names {
-					_ = r.promise(n, tt.changes[n].to)
+					_ = f.find(n).promise(tt.changes[n].to)
 				}
 			}
-			got := r.knot()
+			got := ""
+			if m := f.knot(); m != nil {
+				got = m.name
+			}
 			if got != tt.want {
 				t.Errorf("%s, in the order %v: %q must release what it has, want %q", name, names, got, tt.want)
 			}
 			if got == "" {
 				continue
 			}
-			if err := r.promise(got, tt.changes[got].to); err == nil || !strings.Contains(err.Error(), "it waits until network ") {
+			if err := f.find(got).promise(tt.changes[got].to); err == nil || !strings.Contains(err.Error(), "it waits until network ") {
 				t.Errorf("%s, in the order %v: refused because %v", name, names, err)
 			}
-			_ = r.claim(got)
+			f.find(got).claimed = nil
 			for range names {
 				for _, n := range names {
-					if r.promise(n, tt.changes[n].to) == nil {
-						_ = r.claim(n, tt.changes[n].to)
+					if f.find(n).promise(tt.changes[n].to) == nil {
+						_ = f.find(n).replace([]claims{tt.changes[n].to})
 					}
 				}
 			}
 			for _, n := range names {
-				if err := r.promise(n, tt.changes[n].to); err != nil && n <= got && name != "one more waits for the circle" { // the order of joining decides then
+				if err := f.find(n).promise(tt.changes[n].to); err != nil && n <= got && name != "one more waits for the circle" { // the order of joining decides then
 					t.Errorf("%s, in the order %v: %s still waits: %v", name, names, n, err)
 				}
 			}

@@ -15,6 +15,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/base/statefile"
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -203,4 +204,16 @@ func Files(dir string) ([]string, error) {
 		}
 	}
 	return names, nil
+}
+
+// Each calls do with each state of Files, by this name, until do returns an error. It leaves out files that cannot be
+// read.
+func Each(dir string, do func(file string, last State) error) error {
+	names, err := Files(dir)
+	for _, name := range names {
+		if last, failed := statefile.Read[State](dir, name); err == nil && failed == nil {
+			err = do(name, last)
+		}
+	}
+	return err
 }
