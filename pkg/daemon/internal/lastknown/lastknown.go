@@ -86,6 +86,9 @@ func (last *State) Renewed(own subnet.Lease) {
 	last.Own = own
 }
 
+// Differ records that the store may have another lease of this host than Own. The next session publishes Own again.
+func (last *State) Differ() { last.Stored = cmp.Or(last.Stored, new(last.Own)) }
+
 // maxSubnets is how many subnets of earlier configurations a host remembers.
 const maxSubnets = 16
 

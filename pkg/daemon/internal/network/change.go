@@ -3,7 +3,6 @@
 package network
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -28,8 +27,7 @@ type change struct {
 	iface  underlay.Interface
 	be     backend.Backend // nil if the backend and the lease are not affected
 	claim  subnet.Claim    // the data that the host then publishes; set only with be, and if the host keeps its subnets
-	own    *subnet.Lease   // the lease that the host has taken; nil if it keeps its subnets
-	taking bool            // the store may have given the host a lease, although own is nil
+	own    *subnet.Lease   // the lease that the host has taken, as State.Stored is then; nil if it keeps its subnets
 }
 
 // refusedPause is the mean time after which a configuration that was refused is tried again,
@@ -165,8 +163,8 @@ func (n *Network) prepareClaim(ctx context.Context, s *session) *change {
 var errSuperseded = errors.New("the store has another configuration")
 
 // prepareUnless prepares the change to cfg. It returns errSuperseded, wrapped, if changed is closed before
-// the change is prepared. Before it returns an error, it releases the devices that only cfg needs, and takes
-// the lease of s again if the store may have replaced that lease.
+// the change is prepared. Before it returns an error, it releases the devices that only cfg needs, and publishes the
+// lease of s again if the store may have another one.
 func (n *Network) prepareUnless(ctx context.Context, changed <-chan struct{}, s *session, cfg subnet.Config, published <-chan struct{}) (*change, error) {
 	preparing, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
@@ -182,13 +180,15 @@ func (n *Network) prepareUnless(ctx context.Context, changed <-chan struct{}, s 
 	if err == nil {
 		return c, nil
 	}
-	if c != nil {
-		n.releaseDevices(c.be, s)
-		if c.taking { // take the lease of s again
+	n.releaseDevices(c, s)
+	select {
+	case <-published:
+		if now, _ := n.state.Get(); now.Stored != nil {
 			if err := n.publish(ctx, s); err != nil {
 				return nil, err
 			}
 		}
+	default: // it is being published
 	}
 	if errors.Is(context.Cause(preparing), errSuperseded) {
 		err = fmt.Errorf("%w: %w", errSuperseded, err)
@@ -197,18 +197,18 @@ func (n *Network) prepareUnless(ctx context.Context, changed <-chan struct{}, s 
 }
 
 // prepareChange obtains what the change to cfg needs. It changes nothing on the host. If the subnets
-// of s do not fit cfg, it makes the store exchange the lease of s for one with other subnets. With an
-// error it may return a change whose devices are locked.
+// of s do not fit cfg, it makes the store exchange the lease of s for one with other subnets. Even with an
+// error it returns the change, whose devices may be locked.
 func (n *Network) prepareChange(ctx context.Context, s *session, cfg subnet.Config, published <-chan struct{}) (c *change, err error) {
 	now := *s.begin.Load()
 	c = &change{config: cfg, iface: now.Interface}
 	if !sameFamilies(cfg, now.Config) {
 		if c.iface, err = n.chooseUplink(ctx, n.underlayOptions(cfg, now.PublicIPs), 0); err != nil {
-			return nil, err
+			return c, err
 		}
 	}
 	if err := n.checkRanges(ctx, cfg, now.Config, c.iface); err != nil {
-		return nil, err
+		return c, err
 	}
 
 	fits := n.fits(cfg, now.Own)
@@ -217,7 +217,7 @@ func (n *Network) prepareChange(ctx context.Context, s *session, cfg subnet.Conf
 	}
 
 	if c.be, _, err = n.newBackend(n.env(c.iface, cfg)); err != nil {
-		return nil, err
+		return c, err
 	}
 	if err := n.devices.Take(c.be.Scope().Devices...); err != nil {
 		return c, err
@@ -239,9 +239,10 @@ func (n *Network) prepareChange(ctx context.Context, s *session, cfg subnet.Conf
 	own, err := claimAndAcquire(ctx, c.be, had, func(claim subnet.Claim) (subnet.Lease, error) { return n.store.Acquire(ctx, cfg, claim) })
 	if err == nil {
 		c.own = &own
-		return c, nil
+		n.state.Update(func(now *lastknown.State) { now.Stored = c.own })
+	} else if !errors.Is(err, subnet.ErrNoSubnets) && !errors.Is(err, subnet.ErrUnfit) {
+		n.state.Update((*lastknown.State).Differ)
 	}
-	c.taking = !errors.Is(err, subnet.ErrNoSubnets) && !errors.Is(err, subnet.ErrUnfit)
 	return c, err
 }
 
@@ -297,7 +298,7 @@ func (n *Network) change(ctx context.Context, s *session, c *change) (*session, 
 	} else {
 		n.config.giveUp(ctx, c.config, err)
 	}
-	return n.goBack(ctx, before, c.own)
+	return n.goBack(ctx, before)
 }
 
 // changed records and logs that the network uses the configuration of c from now on.
@@ -338,10 +339,7 @@ func (n *Network) serveChanged(ctx context.Context, before lastknown.State, c *c
 	case c.own != nil:
 		now.Take(*c.own)
 	case !reflect.DeepEqual(c.claim, now.Own.Claim()):
-		if now.Stored == nil {
-			stored := before.Own
-			now.Stored = &stored
-		}
+		now.Differ()
 		now.Own.BackendType = c.claim.BackendType
 		now.Own.NextType = c.claim.NextType
 		now.Own.Endpoints = c.claim.Endpoints
@@ -349,10 +347,9 @@ func (n *Network) serveChanged(ctx context.Context, before lastknown.State, c *c
 	return n.serve(ctx, c.be, func(to *lastknown.State) { *to = now })
 }
 
-// goBack starts a session from before, the state before a change that has failed. taken is the lease that the host has
-// taken for the change, or nil. goBack repeats the attempt until it succeeds or ctx ends.
-func (n *Network) goBack(ctx context.Context, before lastknown.State, taken *subnet.Lease) (*session, error) {
-	before.Stored = cmp.Or(taken, before.Stored) // the session must take the subnets of before again
+// goBack starts a session from before, the state before a change that has failed, and repeats that until it succeeds or
+// ctx ends. The session takes the subnets of before again if the host has taken others for the change.
+func (n *Network) goBack(ctx context.Context, before lastknown.State) (*session, error) {
 	return n.restart(ctx, "cannot go back to the former network configuration, trying again", func() (*session, error) {
 		be, _, err := n.catalog.New(n.env(before.Interface, before.Config))
 		if err != nil {
@@ -364,13 +361,16 @@ func (n *Network) goBack(ctx context.Context, before lastknown.State, taken *sub
 	})
 }
 
-// releaseDevices releases the locks of the devices of be, except for those that s uses, and those of
+// releaseDevices releases the locks of the devices that c needs, except for those that s uses, and those of
 // former configurations, which are still to be removed.
-func (n *Network) releaseDevices(be backend.Backend, s *session) {
+func (n *Network) releaseDevices(c *change, s *session) {
+	if c.be == nil {
+		return
+	}
 	needed := slices.Clone(s.be.Scope().Devices)
 	now, _ := n.state.Get()
 	for _, f := range now.Former {
 		needed = append(needed, n.owned(f).Scope.Devices...)
 	}
-	n.devices.Release(be.Scope().Devices, needed)
+	n.devices.Release(c.be.Scope().Devices, needed)
 }

@@ -143,20 +143,10 @@ func (n *Network) attend(ctx context.Context, s *session, changed <-chan underla
 
 	select {
 	case c := <-prepared: // it was prepared for the former interface
-		n.abandon(c, s)
+		n.releaseDevices(c, s)
 	default:
 	}
 	return to, nil, err
-}
-
-// abandon gives up a prepared change. The network goes on with the configuration of s.
-func (n *Network) abandon(c *change, s *session) {
-	if c.be != nil {
-		n.releaseDevices(c.be, s)
-	}
-	if c.own != nil { // the next session publishes the lease of s again
-		n.state.Update(func(now *lastknown.State) { now.Stored = c.own })
-	}
 }
 
 // move ends s and returns a session on another or changed external interface, which lasts until
@@ -207,9 +197,7 @@ func (n *Network) serveOn(ctx context.Context, to underlay.Interface, peers subn
 	return n.serve(ctx, be, func(now *lastknown.State) {
 		now.Peers = peers
 		now.Fresh = nil
-		if stored := now.Own; now.Stored == nil {
-			now.Stored = &stored
-		}
+		now.Differ()
 		now.Interface = to
 		now.Own.NextType = claim.NextType
 		now.Own.Endpoints = claim.Endpoints

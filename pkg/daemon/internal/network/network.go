@@ -205,7 +205,8 @@ func (n *Network) serveFirst(ctx context.Context, be backend.Backend, now lastkn
 	former.Peers = now.Peers
 	former.Fresh = nil
 	former.Recalled = false
-	return n.goBack(ctx, former, &now.Own)
+	former.Stored = &now.Own
+	return n.goBack(ctx, former)
 }
 
 // Configure tells the network the text of the configuration in the store. It is for one of several

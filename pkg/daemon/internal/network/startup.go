@@ -140,7 +140,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (be backend.Backen
 
 	s.progress.waitFor(PhaseNoLease)
 	if s.differs(cfg) { // so that Renewed keeps the data in Own, that of the last known state, although acquire may publish other data
-		s.state.Update(func(now *lastknown.State) { now.Stored = cmp.Or(now.Stored, new(now.Own)) })
+		s.state.Update((*lastknown.State).Differ)
 	}
 
 	prev, err := s.recall(ctx, be, env, now)
