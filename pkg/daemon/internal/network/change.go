@@ -45,12 +45,22 @@ func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan 
 
 	withdrawn := s.begin.Load().Config.Stage == subnet.Withdrawn // and the time of that stage has not begun
 	var step <-chan time.Time                                    // receives when that time ends; nil never receives
+	stepping := false                                            // this host may make the next step toward the configuration in the store
 	for ctx.Err() == nil {
 		cfg, changed := n.config.next()
-		var again <-chan time.Time // nil never receives
-		if cfg != nil && n.config.follow {
+		if !n.config.follow {
+			cfg = nil
+		}
+		if now := s.begin.Load().Config; cfg != nil {
 			last, _ := n.state.Get()
-			next, err := n.prepareUnless(ctx, changed, s, last.Withdrawn(*cfg), published)
+			cfg = new(last.Withdrawn(*cfg))
+		} else if stepping && now.Stage != "" && !n.config.hasGivenUp() {
+			cfg = new(now.Step())
+		}
+
+		var again <-chan time.Time // nil never receives
+		if cfg != nil {
+			next, err := n.prepareUnless(ctx, changed, s, *cfg, published)
 			if err == nil {
 				return next, nil
 			}
@@ -86,19 +96,13 @@ func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan 
 			}
 
 		case <-step:
-			if next := n.prepareStep(ctx, changed, s, published); next != nil {
-				return next, nil
-			}
-			step = time.After(n.retryTime())
+			stepping = true
 
 		case <-s.reclaim:
-			next := n.prepareClaim(ctx, s)
-			if next == nil {
-				next = n.prepareStep(ctx, changed, s, published)
-			}
-			if next != nil {
+			if next := n.prepareClaim(ctx, s); next != nil {
 				return next, nil
 			}
+			stepping = true
 
 		case <-s.republish:
 			s.behind = true // if due is set, its pause must pass first: a store that does not answer would get a call for each change
@@ -124,21 +128,6 @@ func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan 
 // withdrawal is how long a host that has withdrawn the data of its next backend waits before it starts a changed one.
 // Until then its peers must have read that, or their packets to a device that changes are lost.
 const withdrawal = 30 * time.Second
-
-// prepareStep returns the change to the next step toward the configuration in the store. It returns nil if there is
-// none, or if this host cannot take it, which it logs.
-func (n *Network) prepareStep(ctx context.Context, changed <-chan struct{}, s *session, published <-chan struct{}) *change {
-	now := s.begin.Load().Config
-	if now.Stage == "" || n.config.hasGivenUp() {
-		return nil
-	}
-	c, err := n.prepareUnless(ctx, changed, s, now.Step(), published)
-	if err != nil {
-		n.config.refuse(ctx, now, err)
-		return nil
-	}
-	return c
-}
 
 // prepareClaim returns a change to the same configuration with another claim. It returns nil if the
 // claim is the same, or if it fails, which it logs.

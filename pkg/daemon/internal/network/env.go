@@ -187,17 +187,18 @@ func (n *Network) claim(all []Claimed) error {
 func (n *Network) claimed(now lastknown.State, be backend.Backend) []Claimed {
 	all := []Claimed{{now.Config, be}}
 	for _, f := range now.Former {
-		all = append(all, n.claimedBy(f))
+		all = append(all, Claimed{f.Config, n.backendOf(f)})
 	}
 	return all
 }
 
-func (n *Network) claimedBy(f lastknown.Former) Claimed {
+// backendOf returns the backend of f, or nil if this version does not know it.
+func (n *Network) backendOf(f lastknown.Former) backend.Backend {
 	be, _, err := n.catalog.New(n.env(f.Interface, f.Config))
 	if err != nil {
-		be = nil
+		return nil
 	}
-	return Claimed{f.Config, be}
+	return be
 }
 
 // used returns the types of the backends whose data this host has published, according to last.

@@ -108,8 +108,7 @@ func (n *Network) rulePolicy(be backend.Backend, now lastknown.State) firewall.P
 
 	backends := []backend.Backend{be}
 	for _, f := range now.Former {
-		// A configuration that this version does not know has left no tunnel of this version.
-		if former, _, err := n.catalog.New(n.env(f.Interface, f.Config)); err == nil {
+		if former := n.backendOf(f); former != nil { // otherwise it has left no tunnel of this version
 			backends = append(backends, former)
 		}
 	}

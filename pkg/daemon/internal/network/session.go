@@ -94,7 +94,7 @@ func (n *Network) startNetwork(ctx context.Context, be backend.Backend, change f
 	replaces := known && n.serving.Load() != nil && len(subnet.Changes(before.Config, now.Config)) > 0
 	claimed := n.claimed(now, be)
 	if replaces {
-		claimed = append(claimed, n.claimedBy(lastknown.Former{Config: before.Config, Interface: before.Interface}))
+		claimed = append(claimed, Claimed{before.Config, n.backendOf(lastknown.Former{Config: before.Config, Interface: before.Interface})})
 	}
 	if err := n.claim(claimed); err != nil {
 		return now, nil, err

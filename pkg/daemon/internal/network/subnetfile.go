@@ -42,18 +42,13 @@ func (k *fileKeeper) run(ctx context.Context) {
 
 func (k *fileKeeper) step(ctx context.Context) error {
 	log := klog.FromContext(ctx)
-	if subnetfile.UpToDate(k.path, k.file) {
-		k.failing = false
-		k.report(nil)
-		return nextCheck(time.Now())
-	}
-
-	err := subnetfile.Write(k.path, k.file)
-	switch {
-	case err == nil:
-		log.Info("Wrote subnet file to "+k.path, "mtu", k.file.MTU)
-	case !k.failing:
-		log.Error(err, "no subnet file, trying again")
+	var err error
+	if !subnetfile.UpToDate(k.path, k.file) {
+		if err = subnetfile.Write(k.path, k.file); err == nil {
+			log.Info("Wrote subnet file to "+k.path, "mtu", k.file.MTU)
+		} else if !k.failing {
+			log.Error(err, "no subnet file, trying again")
+		}
 	}
 
 	k.failing = err != nil
