@@ -39,7 +39,7 @@ type fleet struct {
 
 	mu      sync.Mutex // also for all fields of the members that change
 	members []*member  // in the order in which they have joined; those that join at the same time are sorted by name
-	listed  bool       // answered is closed
+	listed  bool       // the store has answered
 }
 
 func newFleet(h *network.Host, cfg Config, m *etcd.Manager, log klog.Logger) *fleet {
@@ -116,11 +116,11 @@ func (f *fleet) apply(ctx context.Context, now etcd.NetworkConfigs) {
 		m.miss(ctx)
 	}
 
+	first := !f.listed
+	f.listed = true
 	f.decide(ctx)
-	if !f.listed {
-		f.listed = true
+	if first {
 		close(f.answered)
-		f.decide(ctx)
 	}
 }
 

@@ -83,7 +83,7 @@ func (m *member) recall(last lastknown.State) error {
 		m.claimed = append(m.claimed, claimsOf(f.Config, be))
 	}
 
-	m.promised = &m.claimed[0]
+	m.promised = new(m.claimed[0])
 	m.config = last.Config
 	m.used = last.Config
 	m.seen = last.Seen

@@ -58,7 +58,8 @@ func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, erro
 func (w *configWatch) use(cfg subnet.Config) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.set(func() { w.used = &cfg })
+	defer w.settle(w.differs())
+	w.used = &cfg
 }
 
 // next returns the configuration that the network should use instead of the present one, and a channel
@@ -80,11 +81,9 @@ func (w *configWatch) differs() []string {
 	return subnet.Changes(w.used.Goal(), w.stored)
 }
 
-// set calls change, which changes used, state or stored, and sends changed if that changes the result of differs.
-// The caller holds w.mu.
-func (w *configWatch) set(change func()) {
-	before := w.differs()
-	change()
+// settle must follow every change of used, state or stored. before is the result of differs before that change. The
+// caller holds w.mu.
+func (w *configWatch) settle(before []string) {
 	now := w.differs()
 	if w.state == valid && len(now) == 0 {
 		w.refused = ""
@@ -133,28 +132,26 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 	defer w.mu.Unlock()
 	log := klog.FromContext(ctx)
 	was := w.state
-	differed := w.refused != "" || len(w.differs()) > 0
+	before := w.differs()
+	differed := w.refused != "" || len(before) > 0
 	news := text != nil && err == nil && !w.stores(cfg)
 
-	w.set(func() {
-		switch {
-		case text == nil:
-			w.state = missing
-			w.refused = ""
-		case err != nil:
-			w.state = invalid
-		case news:
-			w.state = valid
-			w.gaveUp = false
-			w.refused = ""
-			w.stored = cfg
-		default:
-			w.stored = cfg
-		}
-	})
-	if news { // set does not send if the result of differs, which hides values, has the same text as before
-		w.changed.Send()
+	switch {
+	case text == nil:
+		w.state = missing
+		w.refused = ""
+	case err != nil:
+		w.state = invalid
+	case news:
+		w.state = valid
+		w.gaveUp = false
+		w.refused = ""
+		w.stored = cfg
+		w.changed.Send() // settle may not, because the result of differs hides values
+	default:
+		w.stored = cfg
 	}
+	w.settle(before)
 
 	differs := w.differs()
 	switch {
@@ -195,11 +192,10 @@ func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) 
 // which the store had at the start. It has no effect if the store has another configuration by now.
 func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why error) {
 	w.mu.Lock()
-	if w.state == unknown {
-		w.set(func() {
-			w.state = valid
-			w.stored = cfg
-		})
+	if before := w.differs(); w.state == unknown {
+		w.state = valid
+		w.stored = cfg
+		w.settle(before)
 	}
 	w.mu.Unlock()
 
@@ -239,10 +235,9 @@ func (w *configWatch) hasGivenUp() bool {
 func (w *configWatch) recordRefusal(why error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.set(func() {
-		w.state = invalid
-		w.refused = oneline.Text(why)
-	})
+	defer w.settle(w.differs())
+	w.state = invalid
+	w.refused = oneline.Text(why)
 }
 
 // logRefusal records and logs a reason, and warns operators of it, unless the reason is the present one.

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
+	"slices"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -202,13 +203,8 @@ func (n *Network) backendOf(f lastknown.Former) backend.Backend {
 }
 
 // used returns the types of the backends whose data this host has published, according to last.
-func used(last lastknown.State) (types []string) {
-	for _, t := range []string{last.Config.BackendType, last.Own.NextType} {
-		if t != "" {
-			types = append(types, t)
-		}
-	}
-	return types
+func used(last lastknown.State) []string {
+	return slices.DeleteFunc([]string{last.Config.BackendType, last.Own.NextType}, func(t string) bool { return t == "" })
 }
 
 // connected returns the time since which the store is connected; zero if it is not.

@@ -13,7 +13,6 @@ import (
 	"context"
 	"errors"
 	"net/netip"
-	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -75,72 +74,55 @@ type Network struct {
 	progress *Progress
 	labelled atomic.Pointer[string]  // location of this host according to the store; nil before it was read
 	serving  atomic.Pointer[session] // the last session that was started; nil before the first and after leaveLast
-	opened   closers
 	surroundings
-}
-
-// closers release what Open has opened.
-type closers []func()
-
-func (c *closers) add(release func()) { *c = append(*c, release) }
-
-// close calls the closers, the last one first.
-func (c closers) close() {
-	for _, release := range slices.Backward(c) {
-		release()
-	}
 }
 
 // Open opens the kernel and the state file, and creates the backends and the connection to the store. It
 // starts nothing. The caller must call Close, unless Open returns an error.
-func Open(ctx context.Context, c Config) (n *Network, err error) {
+func Open(ctx context.Context, c Config) (_ *Network, err error) {
 	opts := c.Options
-	var opened closers
+	n := &Network{
+		host: c.Host, name: c.Name, opts: opts, devices: ownership.NewLocks(opts.StateDir), metrics: metrics.New(c.Name, opts.Probe),
+		others: c.Others, claims: c.Claims, progress: cmp.Or(c.Progress, NewProgress(klog.FromContext(ctx))), surroundings: realSurroundings(),
+	}
 	defer func() {
 		if err != nil {
-			opened.close()
+			n.Close()
 		}
 	}()
 
-	kernel, err := linux.Open(linux.Options{NexthopObjects: opts.NexthopObjects == options.NexthopsAuto, Buffers: &c.Host.Buffers})
-	if err != nil {
+	if n.kernel, err = linux.Open(linux.Options{NexthopObjects: opts.NexthopObjects == options.NexthopsAuto, Buffers: &c.Host.Buffers}); err != nil {
 		return nil, err
 	}
-	opened.add(func() { _ = kernel.Close() })
-	state, past, err := lastknown.Open(ctx, opts)
-	if err != nil {
+	if n.state, n.past, err = lastknown.Open(ctx, opts); err != nil {
 		return nil, err
 	}
-	opened.add(state.Close)
-	past.Rules = append(past.Rules, subnetfile.Networks(opts.SubnetFile)...)
-	devices := ownership.NewLocks(opts.StateDir)
-	opened.add(devices.ReleaseAll)
-	catalog, err := c.Backends(opts)
-	if err != nil {
+	n.past.Rules = append(n.past.Rules, subnetfile.Networks(opts.SubnetFile)...)
+	if n.catalog, err = c.Backends(opts); err != nil {
 		return nil, err
 	}
-	if catalog.Close != nil {
-		opened.add(catalog.Close) // Close calls it before devices.ReleaseAll, after which another daemon may take the devices
-	}
-
-	counters := metrics.New(c.Name, opts.Probe)
-	ready := newReadiness(opts, state.LeaseEnd)
-	n = &Network{
-		host: c.Host, name: c.Name, opts: opts, kernel: kernel, devices: devices, catalog: catalog, state: state, past: past,
-		ready: ready, metrics: counters, rules: newRuleKeeper(c.Host.Firewall, opts, state, ready, counters),
-		others: c.Others, claims: c.Claims, progress: cmp.Or(c.Progress, NewProgress(klog.FromContext(ctx))), surroundings: realSurroundings(),
-	}
-	if err := n.openStore(ctx, c.OpenStore); err != nil {
-		return nil, err
-	}
-	opened.add(func() { _ = n.store.Close() })
-	n.opened = opened
-	n.source = counters.With(n.values)
-	return n, nil
+	n.ready = newReadiness(opts, n.state.LeaseEnd)
+	n.rules = newRuleKeeper(n.host.Firewall, opts, n.state, n.ready, n.metrics)
+	n.source = n.metrics.With(n.values)
+	return n, n.openStore(ctx, c.OpenStore)
 }
 
 // Close releases what Open and sessions have taken. The kernel stays unchanged.
-func (n *Network) Close() { n.opened.close() }
+func (n *Network) Close() {
+	if n.store != nil {
+		_ = n.store.Close()
+	}
+	if n.catalog.Close != nil {
+		n.catalog.Close() // before the locks, after which another daemon may take the devices
+	}
+	n.devices.ReleaseAll()
+	if n.state != nil {
+		n.state.Close()
+	}
+	if n.kernel != nil {
+		_ = n.kernel.Close()
+	}
+}
 
 // Shutdown lets the backends do what they must do on the host when the daemon stops, such as running
 // ShutdownCommand.

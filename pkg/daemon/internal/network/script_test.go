@@ -227,7 +227,7 @@ func (s *scriptedHost) open(args []string) {
 	ready := newReadiness(o, state.LeaseEnd)
 	n := &Network{
 		host: &Host{Tuner: &tune.Tuner{}}, devices: ownership.NewLocks(s.dir), opts: o, catalog: backend.Catalog{Registry: registry},
-		state: state, past: past, store: scriptedStore{s.store.Manager(), s}, ready: ready, metrics: counters, opened: closers{state.Close},
+		state: state, past: past, store: scriptedStore{s.store.Manager(), s}, ready: ready, metrics: counters,
 		rules: scriptedRules{s}, progress: &Progress{entered: func(now Phase) { s.did("phase %s", now) }},
 		surroundings: surroundings{
 			chooseUplink: s.chooseUplink, watchUplink: s.watchUplink,
@@ -262,7 +262,6 @@ func (s *scriptedHost) begin(args []string) {
 		cancel()
 		wg.Wait()
 		n.Close()
-		n.devices.ReleaseAll()
 	}
 }
 

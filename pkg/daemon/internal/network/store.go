@@ -38,10 +38,12 @@ func (n *Network) openStore(ctx context.Context, one func(etcd.Config) (Store, e
 		c.OnConfig = func(text []byte) { n.config.apply(ctx, text) }
 		n.store, err = etcd.New(c)
 	}
-	if err == nil {
-		n.config.warn = warner(n.store)
+	if err != nil {
+		n.store = nil // and not a nil pointer
+		return err
 	}
-	return err
+	n.config.warn = warner(n.store)
+	return nil
 }
 
 // follows reports whether the network changes to another configuration while it runs.
