@@ -223,10 +223,23 @@ func TestRefusedConfigurationAfterAFailure(t *testing.T) {
 	if !red.serves() || !red.begin(nil) {
 		t.Fatalf("%+v cannot begin", first)
 	}
+	if text := red.give(); text != nil {
+		t.Errorf("the network gets %s again", text)
+	}
 	red.offer(config(2))
 	red.admit(t.Context())
-	if red.promised == nil || bytes.Equal(red.text, red.given) || len(subnet.Changes(red.config, first)) == 0 {
+	if red.promised == nil || !bytes.Equal(red.give(), config(2)) || red.give() != nil || len(subnet.Changes(red.config, first)) == 0 {
 		t.Errorf("the second configuration leads to %+v after %+v", red.config, first)
+	}
+	red.offer(config(3))
+	red.admit(t.Context())
+	if text := red.give(); text != nil {
+		t.Errorf("the network gets %s, which was refused", text)
+	}
+	red.offer(config(2))
+	red.admit(t.Context())
+	if text := red.give(); !bytes.Equal(text, config(2)) {
+		t.Errorf("the network gets %q when the second configuration is there again", text)
 	}
 	red.offer(config(3))
 	red.admit(t.Context())
@@ -242,7 +255,7 @@ func TestRefusedConfigurationAfterAFailure(t *testing.T) {
 	}
 	green.offer(nil)
 	red.admit(t.Context())
-	if red.promised == nil || bytes.Equal(red.text, config(1)) || len(subnet.Changes(red.config, first)) == 0 {
+	if red.promised == nil || !bytes.Equal(red.give(), config(3)) || len(subnet.Changes(red.config, first)) == 0 {
 		t.Errorf("when the third configuration is admitted: %+v, want a change", red.config)
 	}
 	red.offer(nil)
