@@ -9,9 +9,11 @@ import (
 	"slices"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/base/statefile"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -160,4 +162,50 @@ func TestChangeThatIsNotFree(t *testing.T) {
 			t.Errorf("started backends with %v networks, the session has %+v, the state %+v, want the former configuration", started, s.begin.Load(), now)
 		}
 	})
+}
+
+// TestSteps waits in each stage for the next step toward the configuration in the store. A host that has withdrawn the
+// data of its next backend makes it some time after its lease is published, and otherwise the backend says when. There
+// must be none if a step has failed to start.
+func TestSteps(t *testing.T) {
+	for name, tt := range map[string]struct {
+		stage, next subnet.Stage
+		asks, fails bool
+		after       time.Duration
+	}{
+		"withdrawn":                   {stage: subnet.Withdrawn, next: "", after: withdrawal},
+		"finished":                    {stage: subnet.Finished, next: subnet.Leaving, asks: true},
+		"finished, and not asked":     {stage: subnet.Finished, next: "none", after: time.Hour},
+		"finished, but did not start": {stage: subnet.Finished, next: "none", asks: true, fails: true, after: time.Hour},
+		"no stage":                    {next: "none", asks: true, after: time.Hour},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n, s := networkOn(t, starter{close: func() {}}, link(1500, "192.0.2.1"))
+				defer n.stopServing()
+				now := *s.begin.Load()
+				now.Config.Stage = tt.stage
+				s.begin.Store(&now)
+				n.config.gaveUp = tt.fails
+				reclaim := wait.NewSignal()
+				s.reclaim = reclaim
+				if tt.asks {
+					reclaim.Send()
+				}
+				published := make(chan struct{})
+				close(published)
+				ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+				defer cancel()
+				began := time.Now()
+				next, err := n.awaitChange(ctx, s, published)
+				got := subnet.Stage("none")
+				if next != nil {
+					got = next.config.Stage
+				}
+				if got != tt.next || (err == nil) != (next != nil) || time.Since(began) != tt.after {
+					t.Errorf("after %v the network changes to stage %q, %v, want %q after %v", time.Since(began), got, err, tt.next, tt.after)
+				}
+			})
+		})
+	}
 }
