@@ -60,11 +60,6 @@ type network struct {
 
 // start opens a tunnel that carries no packets yet, unless an earlier network has left it running.
 func (n *network) start(ctx context.Context) error {
-	for _, l := range n.leftovers() { // just before their successors, so that few packets are lost in between
-		if err := l.Remove(ctx); err != nil {
-			return err
-		}
-	}
 	if err := n.openTunnel(ctx); err != nil {
 		return err
 	}

@@ -7,7 +7,6 @@
 //   - udp.go is the Backend, and config.go the Backend object of the configuration.
 //   - network.go is the network, which gives the tunnel its peers.
 //   - host.go is the Host, which outlives networks: it contains the device and the tunnel.
-//   - former.go removes what earlier versions have left in the kernel.
 package udp
 
 import (
@@ -57,7 +56,7 @@ func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(b.device()) }
 func (b *Backend) Describe() backend.Description {
 	packets := []firewall.Payload{{Protocol: firewall.UDP, Port: uint16(b.config.Port)}}
 	return backend.Description{
-		MTU: b.MTU(), Ports: map[string][]int{Type: {b.config.Port}}, Leftovers: b.leftovers(),
+		MTU: b.MTU(), Ports: map[string][]int{Type: {b.config.Port}},
 		Tunnels: map[prefix.Family][]firewall.Payload{prefix.IPv4: packets, prefix.IPv6: packets},
 	}
 }

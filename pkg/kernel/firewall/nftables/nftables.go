@@ -2,7 +2,7 @@
 
 // Package nftables applies firewall rules through netlink, in tables of its own, and
 // listens to changes by other programs. It runs no program. HasTable, Targets, Docker and
-// Watch only read, and RemoveTable removes; they are not limited to these tables.
+// Watch are not limited to these tables, and only read.
 package nftables
 
 import (
@@ -12,7 +12,6 @@ import (
 	"slices"
 
 	"github.com/mdlayher/netlink"
-	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
@@ -45,22 +44,6 @@ func Available() error {
 func HasTable(f prefix.Family, name string) (bool, error) {
 	t, err := read(f, name)
 	return t.exists, err
-}
-
-// RemoveTable removes the table with that name, of any program. It returns nil if there is none.
-func RemoveTable(f prefix.Family, name string) error {
-	c, err := dial(f)
-	if err != nil {
-		return err
-	}
-	defer c.close()
-
-	const anyGeneration = 0 // the kernel does not compare it (nf_tables_valid_genid)
-	err = c.commit(anyGeneration, []netlink.Message{c.delTable(name)})
-	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("delete nftables table %s: %w", name, err)
-	}
-	return nil
 }
 
 func read(f prefix.Family, name string) (table, error) {
