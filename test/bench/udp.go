@@ -10,7 +10,6 @@ import (
 	"net/netip"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 	"github.com/flanneld/flanneld/test/must"
@@ -71,7 +70,7 @@ func (b *bed) connect(ctx context.Context) {
 	must.Do(b.lab.AddPods(ready))
 	pods := b.lab.Pods()
 	for {
-		_, err := pods[0].Ping(ready, pods[1].Addrs()[0], ping.Options{})
+		_, err := pods[0].Ping(ready, pods[1].Addrs()[0], lab.Echo{})
 		if err == nil {
 			return
 		}

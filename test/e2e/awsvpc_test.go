@@ -13,7 +13,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend/awsvpc/ec2test"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/probe/ping"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // ec2 simulates EC2. It implements testCloud.
@@ -57,7 +57,7 @@ func TestAWSVPC(t *testing.T) {
 	from, to := v.Host(1).Pods()[0], v.Host(2).Pods()[0]
 	c.Restrict("i-2", true)
 	eventually(t, "packets dropped by the source/dest check", func() error {
-		if _, err := from.Ping(testContext(t), to.Addrs()[0], ping.Options{Timeout: 100 * time.Millisecond}); err == nil {
+		if _, err := from.Ping(testContext(t), to.Addrs()[0], lab.Echo{Timeout: 100 * time.Millisecond}); err == nil {
 			return errors.New("they arrive")
 		}
 		return nil

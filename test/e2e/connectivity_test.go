@@ -73,14 +73,14 @@ func expectMTU(t *testing.T, l *lab.Lab, mtu int) {
 // expectMTUTo is expectMTU for packets from one pod to one address.
 func expectMTUTo(t *testing.T, from *lab.Pod, to netip.Addr, mtu int) {
 	t.Helper()
-	fits := ping.Options{Size: mtu, DontFragment: true}
+	fits := lab.Echo{Size: mtu, DontFragment: true}
 	if emulated() {
 		fits.Timeout = repairTimeout
 	}
 	if _, err := from.Ping(testContext(t), to, fits); err != nil {
 		t.Errorf("%s to %s, %d bytes: %v", from.Name(), to, mtu, err)
 	}
-	if _, err := from.Ping(testContext(t), to, ping.Options{Size: mtu + 1, DontFragment: true}); !errors.Is(err, ping.ErrTooBig) {
+	if _, err := from.Ping(testContext(t), to, lab.Echo{Size: mtu + 1, DontFragment: true}); !errors.Is(err, ping.ErrTooBig) {
 		t.Errorf("%s to %s, %d bytes: %v, want an error because it is too big", from.Name(), to, mtu+1, err)
 	}
 }

@@ -18,7 +18,6 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -184,7 +183,7 @@ func dockerConfig(t *testing.T, m *machine, s dockerSetting) string {
 func expectUnreachable(t *testing.T, host *lab.Host, from, to *lab.Pod) {
 	t.Helper()
 	eventually(t, "the host reaches the bridge", func() error {
-		_, err := host.Ping(testContext(t), to.Addr(prefix.IPv4).Prev(), ping.Options{})
+		_, err := host.Ping(testContext(t), to.Addr(prefix.IPv4).Prev(), lab.Echo{})
 		return err
 	})
 	ctx, cancel := context.WithTimeout(testContext(t), 2*time.Second)

@@ -15,7 +15,6 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -467,7 +466,7 @@ func TestConfigurationRejectedAtAStart(t *testing.T) {
 		}
 	}
 	eventually(t, "a packet between pods", func() error {
-		_, err := l.Pods()[0].Ping(testContext(t), l.Pods()[1].Addr(prefix.IPv4), ping.Options{})
+		_, err := l.Pods()[0].Ping(testContext(t), l.Pods()[1].Addr(prefix.IPv4), lab.Echo{})
 		return err
 	})
 	var flow *lab.Flow

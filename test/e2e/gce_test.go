@@ -13,7 +13,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend/gce/gcetest"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/probe/ping"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // gce simulates Google Cloud. It implements testCloud.
@@ -116,7 +116,7 @@ func TestGCE(t *testing.T) {
 	from, to := v.Host(1).Pods()[0], v.Host(2).Pods()[0]
 	c.SetForward("host-2", false)
 	eventually(t, "packets dropped without canIpForward", func() error {
-		if _, err := from.Ping(testContext(t), to.Addrs()[0], ping.Options{Timeout: 100 * time.Millisecond}); err == nil {
+		if _, err := from.Ping(testContext(t), to.Addrs()[0], lab.Echo{Timeout: 100 * time.Millisecond}); err == nil {
 			return errors.New("they arrive")
 		}
 		return nil

@@ -17,7 +17,6 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -323,7 +322,7 @@ func (p *damagedHost) testRepair(t *testing.T, d damage, f prefix.Family) {
 // be lost, but on a busy machine the answer may take long.
 func (p *damagedHost) expectPings(t *testing.T) {
 	t.Helper()
-	options := ping.Options{Timeout: repairTimeout}
+	options := lab.Echo{Timeout: repairTimeout}
 	own := p.host.Pods()[0]
 	for _, pod := range p.lab.Pods() {
 		if pod == own {

@@ -11,7 +11,6 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -73,7 +72,7 @@ func TestKubeAWSVPC(t *testing.T) {
 		return nil
 	})
 	from, to := c.Host(1).Pods()[0], c.Host(2).Pods()[0]
-	if _, err := from.Ping(testContext(t), to.Addrs()[0], ping.Options{Timeout: time.Second}); err != nil {
+	if _, err := from.Ping(testContext(t), to.Addrs()[0], lab.Echo{Timeout: time.Second}); err != nil {
 		t.Errorf("the other Nodes do not reach each other: %v", err)
 	}
 	if n := v.deletions(); n != 1 {

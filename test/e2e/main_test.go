@@ -19,7 +19,6 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/test/lab"
 )
@@ -380,7 +379,7 @@ func expectConverged(t *testing.T, l *lab.Lab) {
 		for _, from := range l.Pods() {
 			for _, to := range l.Pods() {
 				for _, a := range to.Addrs() {
-					if _, err := from.Ping(testContext(t), a, ping.Options{}); err != nil {
+					if _, err := from.Ping(testContext(t), a, lab.Echo{}); err != nil {
 						return err
 					}
 				}

@@ -102,11 +102,11 @@ func TestPodsWithTheMTUOfAnotherDaemon(t *testing.T) {
 			}
 		}
 	}
-	_, err := pod.Ping(ctx, far.Addr(prefix.IPv6), ping.Options{Size: theirs, DontFragment: true})
+	_, err := pod.Ping(ctx, far.Addr(prefix.IPv6), lab.Echo{Size: theirs, DontFragment: true})
 	if !errors.Is(err, ping.ErrTooBig) || !strings.Contains(err.Error(), fmt.Sprintf("a router reported an MTU of %d", ours)) {
 		t.Errorf("a packet of %d bytes: %v, want a router to report that it is too big", theirs, err)
 	}
-	if _, err := pod.Ping(ctx, far.Addr(prefix.IPv6), ping.Options{Size: ours, DontFragment: true}); err != nil {
+	if _, err := pod.Ping(ctx, far.Addr(prefix.IPv6), lab.Echo{Size: ours, DontFragment: true}); err != nil {
 		t.Errorf("a packet of %d bytes: %v, want an answer", ours, err)
 	}
 	const least = 1e6 // bits per second

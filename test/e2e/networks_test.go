@@ -20,7 +20,6 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/test/lab"
 )
@@ -80,7 +79,7 @@ func expectAnswers(t *testing.T, pods []*lab.Pod) {
 		for _, from := range pods {
 			for _, to := range pods {
 				for _, a := range to.Addrs() {
-					if _, err := from.Ping(testContext(t), a, ping.Options{}); from != to && err != nil {
+					if _, err := from.Ping(testContext(t), a, lab.Echo{}); from != to && err != nil {
 						return fmt.Errorf("%s to %s: %w", from.Name(), to.Name(), err)
 					}
 				}
@@ -984,7 +983,7 @@ func TestNetworksCNI(t *testing.T) {
 			t.Fatalf("the pods have the addresses %v in network %s, want two", at, network)
 		}
 		eventually(t, "the pods reach each other in network "+network, func() error {
-			_, err := pods[0].Ping(testContext(t), at[1], ping.Options{})
+			_, err := pods[0].Ping(testContext(t), at[1], lab.Echo{})
 			return err
 		})
 	}

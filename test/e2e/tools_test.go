@@ -19,7 +19,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -457,7 +456,7 @@ func (f toolFaults) expectPods(cut bool) {
 }
 
 func (f toolFaults) ping(from, to *lab.Host) error {
-	_, err := from.Pods()[0].Ping(testContext(f.t), to.Pods()[0].Addrs()[0], ping.Options{Size: f.mtu, DontFragment: true, Timeout: time.Second})
+	_, err := from.Pods()[0].Ping(testContext(f.t), to.Pods()[0].Addrs()[0], lab.Echo{Size: f.mtu, DontFragment: true, Timeout: time.Second})
 	return err
 }
 

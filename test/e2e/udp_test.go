@@ -95,7 +95,7 @@ func TestUDPNetworkConflict(t *testing.T) {
 	shell(t, h.Namespace, "ip link del flannel0")
 	pods := l.Pods()
 	eventually(t, "IPv4", func() error {
-		_, err := pods[0].Ping(testContext(t), pods[1].Addrs()[0], ping.Options{})
+		_, err := pods[0].Ping(testContext(t), pods[1].Addrs()[0], lab.Echo{})
 		return err
 	})
 	shell(t, h.Namespace, "ip addr del "+at)
@@ -116,7 +116,7 @@ func TestUDPPersist(t *testing.T) {
 	expectMatrix(t, l)
 	for _, end := range []func(){func() { expectStop(t, h.Daemon()) }, func() { h.Daemon().Kill() }} {
 		end()
-		_, err := l.Pods()[0].Ping(testContext(t), l.Pods()[1].Addrs()[0], ping.Options{Timeout: 300 * time.Millisecond})
+		_, err := l.Pods()[0].Ping(testContext(t), l.Pods()[1].Addrs()[0], lab.Echo{Timeout: 300 * time.Millisecond})
 		if err == nil || errors.Is(err, ping.ErrUnreachable) {
 			t.Errorf("a ping without a daemon: %v, want a timeout", err)
 		}

@@ -25,7 +25,6 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/test/lab"
@@ -765,7 +764,7 @@ func (n *walkedNetwork) startFlowsOf(f prefix.Family) {
 			from, to := n.pod(a), n.pod(b)
 			name := fmt.Sprintf("%s to %s by %s", from.Name(), to.Name(), f)
 			eventually(n.t, name, func() error {
-				_, err := from.Ping(testContext(n.t), to.Addr(f), ping.Options{})
+				_, err := from.Ping(testContext(n.t), to.Addr(f), lab.Echo{})
 				return err
 			})
 			one, err := from.StartFlow(testContext(n.t), to, f, 100)

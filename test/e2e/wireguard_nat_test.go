@@ -13,7 +13,6 @@ import (
 	"github.com/vishvananda/netlink"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -125,7 +124,7 @@ func (l natLab) start(t *testing.T) {
 // host to within a second.
 func reaches(t *testing.T, from, to *lab.Host) error {
 	t.Helper()
-	_, err := from.Pods()[0].Ping(testContext(t), to.Pods()[0].Addr(prefix.IPv4), ping.Options{Timeout: time.Second})
+	_, err := from.Pods()[0].Ping(testContext(t), to.Pods()[0].Addr(prefix.IPv4), lab.Echo{Timeout: time.Second})
 	return err
 }
 

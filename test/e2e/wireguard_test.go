@@ -14,7 +14,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/probe/ping"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -403,7 +402,7 @@ func TestVMWireGuardClockStep(t *testing.T) {
 			}
 			pods := firstPods(l)
 			eventually(t, "the host behind the NAT reaches the other, which learns its port", func() error {
-				_, err := pods[1].Ping(testContext(t), pods[0].Addr(prefix.IPv4), ping.Options{})
+				_, err := pods[1].Ping(testContext(t), pods[0].Addr(prefix.IPv4), lab.Echo{})
 				if err == nil && !behindNAT(learnedEndpoint(t, open)) {
 					err = errors.New("the daemon has written the endpoint of the lease meanwhile: the next packet corrects it")
 				}
@@ -417,7 +416,7 @@ func TestVMWireGuardClockStep(t *testing.T) {
 			if now := wg(t, open, "show", "flannel-wg", "endpoints"); now != learnt {
 				t.Errorf("%s sends to %q, want %q, which it has learnt", open.Name(), now, learnt)
 			}
-			if _, err := pods[0].Ping(testContext(t), pods[1].Addr(prefix.IPv4), ping.Options{}); err != nil {
+			if _, err := pods[0].Ping(testContext(t), pods[1].Addr(prefix.IPv4), lab.Echo{}); err != nil {
 				t.Errorf("the host behind the NAT cannot be reached: %v", err)
 			}
 		})

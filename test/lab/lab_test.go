@@ -58,12 +58,12 @@ func TestKernelHostsReachEachOther(t *testing.T) {
 				for _, to := range l.Hosts() {
 					for _, f := range tt.families {
 						for _, size := range []int{0, 1600} {
-							_, err := from.Ping(t.Context(), to.Addr(f), ping.Options{Size: size, DontFragment: true})
+							_, err := from.Ping(t.Context(), to.Addr(f), lab.Echo{Size: size, DontFragment: true})
 							if err != nil {
 								t.Error(err)
 							}
 						}
-						_, err := from.Ping(t.Context(), to.Addr(f), ping.Options{Size: 1601, DontFragment: true})
+						_, err := from.Ping(t.Context(), to.Addr(f), lab.Echo{Size: 1601, DontFragment: true})
 						if from != to && !errors.Is(err, ping.ErrTooBig) {
 							t.Errorf("one byte more than the MTU: %v, want %v", err, ping.ErrTooBig)
 						}
@@ -82,7 +82,7 @@ func TestKernelManyHostsReachEachOther(t *testing.T) {
 	for _, from := range l.Hosts() {
 		for _, to := range l.Hosts() {
 			for _, f := range dual {
-				if _, err := from.Ping(t.Context(), to.Addr(f), ping.Options{}); err != nil {
+				if _, err := from.Ping(t.Context(), to.Addr(f), lab.Echo{}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -92,7 +92,7 @@ func TestKernelManyHostsReachEachOther(t *testing.T) {
 
 func TestKernelFamiliesAreSeparate(t *testing.T) {
 	l := newLab(t, lab.Config{Families: ipv6, Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}})
-	_, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(prefix.IPv4), ping.Options{})
+	_, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(prefix.IPv4), lab.Echo{})
 	if err == nil {
 		t.Error("an IPv6-only underlay carries IPv4")
 	}
@@ -255,7 +255,7 @@ func TestKernelPods(t *testing.T) {
 	}
 	for _, f := range dual {
 		for size, want := range map[int]error{1400: nil, 1401: ping.ErrTooBig} {
-			_, err := pods[0].Ping(t.Context(), pods[1].Addr(f), ping.Options{Size: size, DontFragment: true})
+			_, err := pods[0].Ping(t.Context(), pods[1].Addr(f), lab.Echo{Size: size, DontFragment: true})
 			if !errors.Is(err, want) {
 				t.Errorf("%v, %d bytes: %v, want %v", f, size, err, want)
 			}

@@ -11,7 +11,6 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/base/wait"
-	"github.com/flanneld/flanneld/pkg/probe/ping"
 )
 
 // Cell is the connectivity from one pod to another in one address family. RTT and BitsPerSecond are
@@ -93,9 +92,9 @@ func (c *Cell) reach(ctx context.Context) error {
 	// The first packets may be lost while the kernel resolves the neighbour's address, and are refused until the host
 	// has a route to the other one.
 	const patience, pause = 2 * time.Second, 50 * time.Millisecond
-	_, err := c.From.Ping(ctx, c.To.Addr(c.Family), ping.Options{})
+	_, err := c.From.Ping(ctx, c.To.Addr(c.Family), Echo{})
 	for begin := time.Now(); err != nil && time.Since(begin) < patience && wait.For(ctx, pause) == nil; {
-		_, err = c.From.Ping(ctx, c.To.Addr(c.Family), ping.Options{})
+		_, err = c.From.Ping(ctx, c.To.Addr(c.Family), Echo{})
 	}
 	if err != nil {
 		return err
@@ -117,7 +116,7 @@ func (c *Cell) reach(ctx context.Context) error {
 func (c *Cell) measure(ctx context.Context, d time.Duration) error {
 	const tries = 3
 	for range tries {
-		rtt, err := c.From.Ping(ctx, c.To.Addr(c.Family), ping.Options{})
+		rtt, err := c.From.Ping(ctx, c.To.Addr(c.Family), Echo{})
 		if err != nil {
 			return err
 		}

@@ -36,12 +36,12 @@ func TestKernelPingSeesPathMTU(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, f := range dual {
-		_, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(f), ping.Options{Size: 1400, DontFragment: true})
+		_, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(f), lab.Echo{Size: 1400, DontFragment: true})
 		if !errors.Is(err, ping.ErrTooBig) || !strings.Contains(err.Error(), "1300") {
 			t.Errorf("%v: %v, want too big for 1300", f, err)
 		}
 		_, err = l.Host(1).Ping(t.Context(), netip.MustParsePrefix(map[prefix.Family]string{
-			prefix.IPv4: "192.168.77.99/32", prefix.IPv6: "fd00:77::99/128"}[f]).Addr(), ping.Options{Timeout: 50 * time.Millisecond})
+			prefix.IPv4: "192.168.77.99/32", prefix.IPv6: "fd00:77::99/128"}[f]).Addr(), lab.Echo{Timeout: 50 * time.Millisecond})
 		if err == nil || !strings.HasSuffix(err.Error(), "no answer") {
 			t.Errorf("%v: %v, want no answer", f, err)
 		}
@@ -177,7 +177,7 @@ func quickest(t *testing.T, l *lab.Lab, f prefix.Family) time.Duration {
 	t.Helper()
 	var rtts []time.Duration
 	for range 5 {
-		rtt, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(f), ping.Options{})
+		rtt, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(f), lab.Echo{})
 		if err != nil {
 			t.Fatalf("%v: %v", f, err)
 		}

@@ -16,7 +16,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/probe/ping"
 )
 
 const router = 254 // the router's number on every segment, in place of a host number
@@ -126,7 +125,7 @@ func (l *Lab) answered(ctx context.Context, host *Host) error {
 	for _, f := range l.cfg.Families {
 		for _, dst := range []netip.Addr{host.Addr(f), segmentAddr(f, host.segment, router).Addr()} {
 			for {
-				_, err := host.Ping(ctx, dst, ping.Options{Timeout: carrierTimeout / 5})
+				_, err := host.Ping(ctx, dst, Echo{Timeout: carrierTimeout / 5})
 				if err == nil {
 					break
 				}

@@ -461,14 +461,14 @@ func TestKernelPathMTUIPv6(t *testing.T) {
 				addRouteWithMTU(t, b.Host, a.Host, prefix.IPv6, mtu)
 				dst := b.subnets[0].Addr()
 				waittest.Eventually(t, patience, "ping in fragments", func() error {
-					_, err := a.Ping(t.Context(), dst, ping.Options{Size: 3000, Timeout: 300 * time.Millisecond})
+					_, err := a.Ping(t.Context(), dst, lab.Echo{Size: 3000, Timeout: 300 * time.Millisecond})
 					return err
 				})
 				most := max(mtu-Overhead(true), packet.MinMTU6)
-				if _, err := a.Ping(t.Context(), dst, ping.Options{Size: most, DontFragment: true, Timeout: patience}); err != nil {
+				if _, err := a.Ping(t.Context(), dst, lab.Echo{Size: most, DontFragment: true, Timeout: patience}); err != nil {
 					t.Errorf("%d bytes: %v", most, err)
 				}
-				if _, err := a.Ping(t.Context(), dst, ping.Options{Size: most + 1, DontFragment: true}); !errors.Is(err, ping.ErrTooBig) {
+				if _, err := a.Ping(t.Context(), dst, lab.Echo{Size: most + 1, DontFragment: true}); !errors.Is(err, ping.ErrTooBig) {
 					t.Errorf("%d bytes: %v", most+1, err)
 				}
 				transfer(t, a, b, dst)

@@ -17,6 +17,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/pkg/probe/ping"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 func families(name string) []prefix.Family {
@@ -91,7 +92,7 @@ func TestKernelDatagrams(t *testing.T) {
 func exchange(t *testing.T, from, to *end, addr netip.Addr) {
 	t.Helper()
 	waittest.Eventually(t, patience, "ping", func() error { // an IPv6 address may not be ready yet
-		_, err := from.Ping(t.Context(), addr, ping.Options{})
+		_, err := from.Ping(t.Context(), addr, lab.Echo{})
 		return err
 	})
 	var in *net.UDPConn
@@ -194,10 +195,10 @@ func TestKernelMTU(t *testing.T) {
 			mtu := mtuFor(l.Families())
 			for _, s := range b.subnets {
 				waittest.Eventually(t, patience, "ping with a full MTU", func() error { // the far end's address may not be ready yet
-					_, err := a.Ping(t.Context(), s.Addr(), ping.Options{Size: mtu, DontFragment: true})
+					_, err := a.Ping(t.Context(), s.Addr(), lab.Echo{Size: mtu, DontFragment: true})
 					return err
 				})
-				if _, err := a.Ping(t.Context(), s.Addr(), ping.Options{Size: mtu + 1, DontFragment: true, Timeout: patience}); !errors.Is(err, ping.ErrTooBig) {
+				if _, err := a.Ping(t.Context(), s.Addr(), lab.Echo{Size: mtu + 1, DontFragment: true, Timeout: patience}); !errors.Is(err, ping.ErrTooBig) {
 					t.Errorf("%d bytes: %v", mtu+1, err)
 				}
 			}

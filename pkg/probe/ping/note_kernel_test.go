@@ -3,12 +3,9 @@
 package ping
 
 import (
-	"context"
 	"fmt"
-	"net"
 	"net/netip"
 	"slices"
-	"syscall"
 	"testing"
 	"time"
 
@@ -26,7 +23,6 @@ func TestKernelNotes(t *testing.T) {
 			heard := make(chan string, 10)
 			listener, plain, optional := NewPinger(), NewPinger(), NewPinger()
 			listener.Heard = func(from netip.Addr, n Note) { heard <- fmt.Sprint(from, n) }
-			optional.listen = withOptions(plain.listen)
 			ping := func(p *Pinger, n Note) {
 				t.Helper()
 				t.Cleanup(func() { _ = p.Close() })
@@ -35,7 +31,9 @@ func TestKernelNotes(t *testing.T) {
 				}
 			}
 			ping(listener, Note{}) // it opens its socket
-			s, err := openSocket(t.Context(), prefix.FamilyOf(host), plain.listen, listener.Heard)
+			ping(optional, Note{})
+			addOptions(t, optional)
+			s, err := openSocket(t.Context(), prefix.FamilyOf(host), listener.Heard)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -88,23 +86,23 @@ func TestKernelNotes(t *testing.T) {
 	}
 }
 
-// withOptions makes the packets of IPv4 sockets have IP options.
-func withOptions(listen Listen) Listen {
-	return func(ctx context.Context, lc *net.ListenConfig, network, address string) (net.PacketConn, error) {
-		control := lc.Control
-		with := &net.ListenConfig{Control: func(network, address string, c syscall.RawConn) error {
-			if err := control(network, address, c); err != nil || address != "0.0.0.0" {
-				return err
-			}
-			var err error
-			cerr := c.Control(func(fd uintptr) {
-				err = unix.SetsockoptString(int(fd), unix.IPPROTO_IP, unix.IP_OPTIONS, "\x01\x01\x01\x01") // no operation
-			})
-			if cerr != nil {
-				return cerr
-			}
-			return err
-		}}
-		return listen(ctx, with, network, address)
+// addOptions makes the packets that p sends over IPv4 have IP options.
+func addOptions(t *testing.T, p *Pinger) {
+	t.Helper()
+	s := p.sockets[prefix.IPv4]
+	if s == nil {
+		return
+	}
+	for _, conn := range s.senders {
+		raw, err := conn.SyscallConn()
+		if err != nil {
+			t.Fatal(err)
+		}
+		cerr := raw.Control(func(fd uintptr) {
+			err = unix.SetsockoptString(int(fd), unix.IPPROTO_IP, unix.IP_OPTIONS, "\x01\x01\x01\x01") // no operation
+		})
+		if cerr != nil || err != nil {
+			t.Fatal(cerr, err)
+		}
 	}
 }

@@ -5,12 +5,9 @@
 package ping
 
 import (
-	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"net"
-	"net/netip"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -24,17 +21,6 @@ var ErrTooBig = errors.New("packet too big")
 
 // ErrUnreachable means that a router reported the destination as unreachable.
 var ErrUnreachable = errors.New("unreachable")
-
-// Options are the options of an echo request.
-type Options struct {
-	Size         int           // size of the IP packet with its headers, in bytes; 0 means 84
-	DontFragment bool          // forbid fragmentation by this host and by routers
-	Timeout      time.Duration // maximum time until the reply; 0 means 1 s
-	Listen       Listen        // nil means the present network namespace
-}
-
-// Listen opens a socket by lc. A caller passes another one to send from another network namespace.
-type Listen func(ctx context.Context, lc *net.ListenConfig, network, address string) (net.PacketConn, error)
 
 // icmpKind contains the ICMP constants that differ between IPv4 and IPv6 (RFC 792,
 // RFC 4443), and the socket options.
@@ -97,24 +83,6 @@ const icmpHeader = 8
 // leastBuffer is the size in bytes of the smallest buffer for answers. The kernel cuts off the part of an
 // answer that does not fit, and parse needs only the beginning.
 const leastBuffer = 1500
-
-// Ping sends one echo request to dst and returns the time to its reply. It returns
-// ErrTooBig or ErrUnreachable, wrapped, if this host or a router reports that. Without a
-// reply it returns an error after the timeout, or when ctx ends.
-func Ping(ctx context.Context, dst netip.Addr, o Options) (time.Duration, error) {
-	if o.Size == 0 {
-		o.Size = 84
-	}
-	if o.Timeout == 0 {
-		o.Timeout = time.Second
-	}
-	p := NewPinger()
-	defer func() { _ = p.Close() }()
-	if o.Listen != nil {
-		p.listen = o.Listen
-	}
-	return p.Ping(ctx, dst, Path{Size: o.Size, Whole: o.DontFragment, Split: !o.DontFragment}, o.Timeout)
-}
 
 // discoverMode sets how a socket treats packets that are larger than the MTU of their path. mode is a
 // value of IP_MTU_DISCOVER, which IPv6 has as well.

@@ -44,7 +44,9 @@ func TestKernelPingIgnoresForgedMTU(t *testing.T) {
 		}
 		return strings.Contains(string(out), "mtu 600")
 	})
-	if _, err := Ping(t.Context(), netip.AddrFrom4(dst), Options{Size: 1400, DontFragment: true, Timeout: 50 * time.Millisecond}); !errors.Is(err, errNoAnswer) {
+	p := NewPinger()
+	defer p.Close()
+	if _, err := p.Ping(t.Context(), netip.AddrFrom4(dst), Path{Size: 1400, Whole: true}, 50*time.Millisecond); !errors.Is(err, errNoAnswer) {
 		t.Errorf("ping with 1400 bytes: %v, want that no answer comes", err)
 	}
 }

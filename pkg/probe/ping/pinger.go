@@ -29,7 +29,6 @@ type Pinger struct {
 	// has sent a request. It may be nil, and must not be changed after the first request.
 	Heard func(from netip.Addr, n Note)
 
-	listen    Listen
 	receiving sync.WaitGroup
 	sending   sync.Mutex // held for send and close of a socket, and taken before mu
 
@@ -46,15 +45,12 @@ type request struct {
 
 // NewPinger returns a Pinger. It opens its sockets when it needs them. The caller must Close it.
 func NewPinger() *Pinger {
-	listen := func(ctx context.Context, lc *net.ListenConfig, network, address string) (net.PacketConn, error) {
-		return lc.ListenPacket(ctx, network, address)
-	}
-	return &Pinger{listen: listen, sockets: map[prefix.Family]*socket{}, waiting: map[uint32]request{}}
+	return &Pinger{sockets: map[prefix.Family]*socket{}, waiting: map[uint32]request{}}
 }
 
-// Ping sends one echo request and returns the time to its reply, or the same errors as the function Ping.
-// It returns ErrNoSocket, wrapped, if it cannot open the socket of the family, and another error after
-// Close.
+// Ping sends one echo request and returns the time to its reply. It returns ErrTooBig or ErrUnreachable,
+// wrapped, if this host or a router reports that, and ErrNoSocket, wrapped, if it cannot open the socket of
+// the family. It returns another error without a reply in time, when ctx ends, and after Close.
 func (p *Pinger) Ping(ctx context.Context, to netip.Addr, path Path, timeout time.Duration) (time.Duration, error) {
 	s, err := p.socket(ctx, prefix.FamilyOf(to))
 	if err != nil {
@@ -116,7 +112,7 @@ func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*socket, error) {
 		return nil, net.ErrClosed
 	}
 
-	s, err := openSocket(ctx, f, p.listen, p.Heard)
+	s, err := openSocket(ctx, f, p.Heard)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrNoSocket, err)
 	}

@@ -21,7 +21,6 @@ import (
 // send while another one calls receive.
 type socket struct {
 	kind    icmpKind
-	listen  Listen
 	conn    net.PacketConn // receives
 	heard   func(from netip.Addr, n Note)
 	senders map[sender]*net.IPConn
@@ -64,9 +63,9 @@ func (p Path) mode() int {
 const sendTimeout = time.Second
 
 // openSocket opens a socket for family f, which the caller must close. heard is Pinger.Heard.
-func openSocket(ctx context.Context, f prefix.Family, listen Listen, heard func(netip.Addr, Note)) (*socket, error) {
+func openSocket(ctx context.Context, f prefix.Family, heard func(netip.Addr, Note)) (*socket, error) {
 	kind := kindOf(f)
-	conn, err := kind.open(ctx, listen, func(fd int) error {
+	conn, err := kind.open(ctx, func(fd int) error {
 		// Without a filter each socket would also receive the requests of all peers.
 		if heard == nil {
 			return kind.filter(fd, kind.reply, kind.unreachable, kind.tooBig)
@@ -79,16 +78,16 @@ func openSocket(ctx context.Context, f prefix.Family, listen Listen, heard func(
 	if err != nil {
 		return nil, err
 	}
-	return &socket{kind: kind, listen: listen, conn: conn, heard: heard, senders: map[sender]*net.IPConn{}}, nil
+	return &socket{kind: kind, conn: conn, heard: heard, senders: map[sender]*net.IPConn{}}, nil
 }
 
 // open opens a socket with the options that set sets.
-func (k icmpKind) open(ctx context.Context, listen Listen, set func(fd int) error) (net.PacketConn, error) {
-	lc := &net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
+func (k icmpKind) open(ctx context.Context, set func(fd int) error) (net.PacketConn, error) {
+	lc := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
 		cerr := c.Control(func(fd uintptr) { err = set(int(fd)) })
 		return oneline.Join(cerr, err)
 	}}
-	return listen(ctx, lc, k.network, k.any)
+	return lc.ListenPacket(ctx, k.network, k.any)
 }
 
 // send sends an echo request with the given id. It returns EMSGSIZE, wrapped, if the packet is too big.
@@ -126,7 +125,7 @@ func (s *socket) send(ctx context.Context, to netip.Addr, path Path, id uint32) 
 // single packet is not sufficient, because the kernel prefers the best route. The bound socket would
 // not get answers that arrive on other devices, so it only sends.
 func (s *socket) openSender(ctx context.Context, of sender) (*net.IPConn, error) {
-	conn, err := s.kind.open(ctx, s.listen, func(fd int) error {
+	conn, err := s.kind.open(ctx, func(fd int) error {
 		err := s.kind.filter(fd) // admits no message types
 		if err == nil && of.device != "" {
 			err = unix.BindToDevice(fd, of.device)

@@ -64,7 +64,7 @@ func TestKernelSocketTakesTheDevice(t *testing.T) {
 			if tt.family == prefix.IPv6 {
 				sh("ip -6 route del fd00:5:2:: dev two metric 1")
 			}
-			s, err := openSocket(t.Context(), tt.family, NewPinger().listen, nil)
+			s, err := openSocket(t.Context(), tt.family, nil)
 			if err != nil {
 				t.Fatal(err)
 			}
