@@ -49,7 +49,7 @@ func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 	defer c.renew()
 	k := annotation.NewKeys(p)
 	cache := &nodeCache{keys: k, entries: map[string]*entry{}}
-	_, err = c.list(ctx, newDecoder(k), query{}, func(n *wire.Node) { cache.put(n, true, &nodeCache{}) })
+	_, err = c.list(ctx, wire.NewDecoder(k[:], ""), query{}, func(n *wire.Node) { cache.put(n, true, &nodeCache{}) })
 	if err != nil {
 		return nil, fmt.Errorf("list nodes: %w", err)
 	}
@@ -152,7 +152,7 @@ func WithoutPodCIDR(ctx context.Context, cfg Config) (names []string, err error)
 		return nil, err
 	}
 	defer c.renew()
-	_, err = c.list(ctx, wire.NewDecoder(nil), query{}, func(n *wire.Node) {
+	_, err = c.list(ctx, wire.NewDecoder(nil, ""), query{}, func(n *wire.Node) {
 		if len(n.PodCIDR) == 0 && n.NumPodCIDRs == 0 {
 			names = append(names, string(n.Name))
 		}

@@ -68,7 +68,7 @@ func TestManyNewNodes(t *testing.T) {
 // TestLabelHasChanged expects that Nodes are requested by name if they are missing in the answer to
 // a request by label, because their label has changed since their event.
 func TestLabelHasChanged(t *testing.T) {
-	d := newDecoder(defaultKeys())
+	d := newDecoder()
 	cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}
 	var names []string
 	for n := range 2*together + 1 {
@@ -123,7 +123,7 @@ func (c *countingServer) times() []time.Time {
 func emulated(name string, nodes int, c *countingServer) *Manager {
 	m := &Manager{
 		client: &client{random: randomTime, base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
-		outage: loglimit.NewOutage("the API", nil), keys: defaultKeys(), decoder: newDecoder(defaultKeys()),
+		outage: loglimit.NewOutage("the API", nil), keys: defaultKeys(), decoder: newDecoder(),
 		timing: timing{request: time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second, vary: 0.5, requestPause: 100 * time.Microsecond, event: 10 * time.Millisecond, silence: time.Hour, late: time.Hour},
 	}
 	m.name.Store(&name)

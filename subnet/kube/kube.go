@@ -65,7 +65,7 @@ func New(cfg Config) (*Manager, error) {
 	}
 	k := annotation.NewKeys(p)
 	m := &Manager{
-		cfg: cfg, client: c, keys: k, decoder: newDecoder(k).WithLabel(cfg.LocationLabel), outage: loglimit.NewOutage("the Kubernetes API", cfg.OnStatus),
+		cfg: cfg, client: c, keys: k, decoder: wire.NewDecoder(k[:], cfg.LocationLabel), outage: loglimit.NewOutage("the Kubernetes API", cfg.OnStatus),
 		timing: defaultTiming(),
 	}
 

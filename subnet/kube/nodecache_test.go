@@ -121,7 +121,7 @@ func (w *randomStore) step() {
 func TestChangesAndSnapshotsAgree(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
-	w := &randomStore{t: t, rnd: rand.New(rand.NewPCG(seed, 0)), d: newDecoder(defaultKeys()), nodes: map[string]*corev1.Node{}}
+	w := &randomStore{t: t, rnd: rand.New(rand.NewPCG(seed, 0)), d: newDecoder(), nodes: map[string]*corev1.Node{}}
 	w.v = &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}, store: subnet.StoreID{ID: "s"}, standing: current}
 	w.sink(w.v.update(nil))
 	same := cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})
@@ -166,7 +166,7 @@ func TestNodesDoNotFillTheLog(t *testing.T) {
 // TestUnusablePodCIDRsOfUnmanagedNode expects that podCIDRs that cannot be used are a problem only while flannel
 // manages the Node, also after the audit has corrected the entry.
 func TestUnusablePodCIDRsOfUnmanagedNode(t *testing.T) {
-	d := newDecoder(defaultKeys())
+	d := newDecoder()
 	cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}
 	n := newNode("n1", 1)
 	n.Spec.PodCIDRs = []string{"10.5.1.0/24", "10.5.2.0/24", "10.5.3.0/24"}
@@ -190,7 +190,7 @@ func TestUnusablePodCIDRsOfUnmanagedNode(t *testing.T) {
 // TestHeartbeatsAllocateNothing expects that an event that does not change a lease costs the cache
 // no allocation, because there are hundreds of such events in a second.
 func TestHeartbeatsAllocateNothing(t *testing.T) {
-	d := newDecoder(defaultKeys())
+	d := newDecoder()
 	cache := &nodeCache{keys: defaultKeys(), entries: map[string]*entry{}}
 	n := newNode("node-4711", 1)
 	n.ResourceVersion, n.Spec.PodCIDRs = "5", []string{"10.5.1.0/24"}
@@ -280,7 +280,7 @@ func TestRequiredRevision(t *testing.T) {
 // TestClaimed changes Nodes. The first list does not say when a lease was written. A lease that differs from it, or
 // comes later, was written at the revision of its Node.
 func TestClaimed(t *testing.T) {
-	d := newDecoder(defaultKeys())
+	d := newDecoder()
 	managed := func(name, cidr string) *corev1.Node {
 		n := newNode(name, 1)
 		n.Spec.PodCIDRs = []string{cidr}

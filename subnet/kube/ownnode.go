@@ -42,7 +42,7 @@ var families = []prefix.Family{prefix.IPv4, prefix.IPv6}
 
 func newOwnNode(n *wire.Node, revision int64) *ownNode {
 	s := &ownNode{
-		exists: true, uid: string(n.UID), created: n.Created, network: string(n.Network.Status),
+		exists: true, uid: string(n.UID), created: n.Created, network: string(n.Network),
 		version: n.Revision, revision: revision, read: time.Now(), location: string(n.Label),
 	}
 

@@ -16,13 +16,8 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/subnet/kube/annotation"
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
-
-// newDecoder returns a decoder of Nodes that keeps the annotations with these keys, indexed by
-// their ID.
-func newDecoder(k *annotation.Keys) *wire.Decoder { return wire.NewDecoder(k[:]) }
 
 // errRelist means that a watch cannot continue from its revision, so that the Nodes have to be
 // listed.
@@ -149,14 +144,11 @@ func (c *client) readList(ctx context.Context, d *wire.Decoder, r request, on fu
 		}
 	}
 
-	var l listing
-	for n, err := range d.List(body, &l.ListMeta) {
-		if err != nil {
-			return l, c.explain(err)
-		}
-		on(n)
+	meta, err := d.List(body, on)
+	if err != nil {
+		err = c.explain(err)
 	}
-	return l, nil
+	return listing{ListMeta: meta}, err
 }
 
 // watch calls on for every change of the selected Nodes after q.revision, which must not be 0. The

@@ -31,7 +31,7 @@ func (answersAtTheEnd) RoundTrip(r *http.Request) (*http.Response, error) {
 func TestWatchAcceptedAtTheDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := &client{random: randomTime, base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: answersAtTheEnd{}}}
-		err := c.watch(t.Context(), wire.NewDecoder(nil), query{revision: 1}, func() { t.Error("the watch counts as accepted") }, nil)
+		err := c.watch(t.Context(), wire.NewDecoder(nil, ""), query{revision: 1}, func() { t.Error("the watch counts as accepted") }, nil)
 		if !passes(err) {
 			t.Errorf("got %v, want an error that passes", err)
 		}
@@ -86,10 +86,10 @@ func (p firstPage) RoundTrip(*http.Request) (*http.Response, error) {
 func TestPageThatWasNotAskedFor(t *testing.T) {
 	c := &client{random: randomTime, host: "host", base: &url.URL{Scheme: "http", Host: "host"}, http: &http.Client{Transport: firstPage{t}}}
 	on := func(*wire.Node) {}
-	if _, err := c.list(t.Context(), newDecoder(defaultKeys()), query{}, on); !errors.Is(err, wire.ErrMalformed) {
+	if _, err := c.list(t.Context(), newDecoder(), query{}, on); !errors.Is(err, wire.ErrMalformed) {
 		t.Errorf("the first page counts as the complete list: %v", err)
 	}
-	if l, err := c.list(t.Context(), newDecoder(defaultKeys()), query{limit: 1}, on); err != nil || l.Continue != "token" {
+	if l, err := c.list(t.Context(), newDecoder(), query{limit: 1}, on); err != nil || l.Continue != "token" {
 		t.Errorf("the first page continues with %q, %v, want the token", l.Continue, err)
 	}
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
+	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
@@ -23,6 +24,8 @@ const (
 func annotationKey(name string) string { return annotation.DefaultPrefix + "/" + name }
 
 func defaultKeys() *annotation.Keys { return annotation.NewKeys(annotation.DefaultPrefix + "/") }
+
+func newDecoder() *wire.Decoder { return wire.NewDecoder(defaultKeys()[:], "") }
 
 // backing gives the suite access to an API server.
 type backing struct{ *fixture }

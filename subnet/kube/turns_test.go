@@ -98,7 +98,7 @@ func (c *crowd) watching(ctx context.Context, hosts int) {
 		name := fmt.Sprintf("n%d", n)
 		m := &Manager{
 			client: &client{random: randomTime, base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
-			outage: loglimit.NewOutage("the API", nil), decoder: newDecoder(defaultKeys()),
+			outage: loglimit.NewOutage("the API", nil), decoder: newDecoder(),
 			timing: timing{
 				request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second, vary: 0.5,
 				spread: time.Millisecond, silence: time.Hour, late: time.Hour, audit: time.Hour,

@@ -74,12 +74,9 @@ func BenchmarkList(b *testing.B) {
 	list := wiretest.List(b, "1", "", all...)
 	b.Run("wire", func(b *testing.B) {
 		measure(b, len(list), func() {
-			n, meta := 0, wire.ListMeta{}
-			for _, err := range newDecoder().List(bytes.NewReader(list), &meta) {
-				if err != nil {
-					b.Fatal(err)
-				}
-				n++
+			n := 0
+			if _, err := newDecoder().List(bytes.NewReader(list), func(*wire.Node) { n++ }); err != nil {
+				b.Fatal(err)
 			}
 			if n != nodes {
 				b.Fatalf("got %d Nodes", n)

@@ -24,88 +24,69 @@ const MaxObject = 16 << 20
 type field struct {
 	number int
 	kind   protowire.Type
-	value  uint64 // with VarintType the number, with BytesType the length of the content, otherwise 0
+	value  uint64 // with VarintType the number, with BytesType in a stream the length of the content, otherwise 0
 	bytes  []byte // with BytesType the content, unless it is still in a stream; otherwise nil
 }
 
 // maxHeader is the length of the longest header, in bytes: a tag and a length.
 const maxHeader = 2 * binary.MaxVarintLen64
 
-// header decodes the header of the field at the beginning of b: the tag, and the number or length
-// behind it if the field has one. n is the length of the header in bytes. n is negative if the header is
-// malformed or b ends inside of it.
-func header(b []byte) (f field, n int) {
-	number, kind, n := protowire.ConsumeTag(b)
-	f = field{number: int(number), kind: kind}
-	if n < 0 || f.kind != protowire.VarintType && f.kind != protowire.BytesType {
-		return f, n
-	}
-	value, m := protowire.ConsumeVarint(b[n:])
-	if m < 0 {
-		return field{}, m
-	}
-	f.value = value
-	return f, n + m
-}
+// each calls on for each field of the message b. It returns ErrMalformed if b is not a message, and ends
+// with an error of on.
+func each(b []byte, on func(field) error) error {
+	for len(b) > 0 {
+		number, kind, n := protowire.ConsumeTag(b)
+		if n < 0 {
+			return ErrMalformed
+		}
+		b = b[n:]
 
-// fields iterates over the fields of the message b. It yields ErrMalformed and ends if b is not a
-// message.
-func fields(b []byte) iter.Seq2[field, error] {
-	return func(yield func(field, error) bool) {
-		for rest := b; len(rest) > 0; {
-			f, n := header(rest)
-			switch {
-			case n < 0:
-			case f.kind == protowire.BytesType:
-				f.bytes, n = content(rest, n, f.value)
-			case f.kind != protowire.VarintType:
-				n = skip(rest, n, f)
-			}
-			if n < 0 {
-				yield(field{}, ErrMalformed)
-				return
-			}
-
-			rest = rest[n:]
-			if !yield(f, nil) {
-				return
-			}
+		f := field{number: int(number), kind: kind}
+		switch kind { //nolint:exhaustive // the content of the others is not needed
+		case protowire.VarintType:
+			f.value, n = protowire.ConsumeVarint(b)
+		case protowire.BytesType:
+			f.bytes, n = protowire.ConsumeBytes(b)
+		default:
+			n = protowire.ConsumeFieldValue(number, kind, b)
+		}
+		if n < 0 {
+			return ErrMalformed
+		}
+		b = b[n:]
+		if err := on(f); err != nil {
+			return err
 		}
 	}
-}
-
-// content returns the part of b that begins at the index start and has the given length, and the index
-// behind that part. The index is -1 if b is too short.
-func content(b []byte, start int, length uint64) (c []byte, end int) {
-	if length > uint64(len(b)-start) {
-		return nil, -1
-	}
-	end = start + int(length)
-	return b[start:end:end], end
-}
-
-// skip returns the index behind the field f, whose content begins at start and which is of another
-// kind than VarintType and BytesType. The index is negative if the field is malformed.
-func skip(b []byte, start int, f field) (end int) {
-	n := protowire.ConsumeFieldValue(protowire.Number(f.number), f.kind, b[start:])
-	if n < 0 {
-		return n
-	}
-	return start + n
+	return nil
 }
 
 // last returns the content of the last field of the message b with that number, or nil if there is
 // none.
 func last(b []byte, number int) (content []byte, err error) {
-	for f, err := range fields(b) {
-		if err != nil {
-			return nil, err
-		}
+	err = each(b, func(f field) error {
 		if f.number == number {
 			content = f.bytes
 		}
-	}
-	return content, nil
+		return nil
+	})
+	return content, err
+}
+
+// pair returns the contents of the first two fields of the message b, which are never nil.
+func pair(b []byte) (first, second []byte, err error) {
+	first = []byte{}
+	second = []byte{}
+	err = each(b, func(f field) error {
+		switch f.number {
+		case 1:
+			first = f.bytes
+		case 2:
+			second = f.bytes
+		}
+		return nil
+	})
+	return first, second, err
 }
 
 // stream reads messages that are too large to be in memory as a whole, one field at a time.
@@ -119,9 +100,9 @@ func newStream(from io.Reader, bufferSize int) *stream {
 	return &stream{Reader: bufio.NewReaderSize(from, bufferSize)}
 }
 
-// fields is like the function fields, but reads the message from the stream. length is the length of
-// the message in bytes. A negative length means that the message ends with the stream. fields can also
-// yield an error of the stream. The content of a field of BytesType stays in the stream: the caller
+// fields iterates over the fields of a message in the stream. length is the length of the message in bytes.
+// A negative length means that the message ends with the stream. fields yields ErrMalformed if that is no
+// message, or an error of the stream, and ends. The content of a field of BytesType stays in the stream: the caller
 // must take or discard it before the next field.
 func (s *stream) fields(length int64) iter.Seq2[field, error] {
 	return func(yield func(field, error) bool) {
@@ -155,7 +136,17 @@ func (s *stream) header() (field, error) {
 		return field{}, err
 	}
 
-	f, n := header(b)
+	number, kind, n := protowire.ConsumeTag(b)
+	f := field{number: int(number), kind: kind}
+	if n >= 0 && (kind == protowire.VarintType || kind == protowire.BytesType) {
+		value, m := protowire.ConsumeVarint(b[n:])
+		f.value = value
+		n += m
+		if m < 0 {
+			n = m
+		}
+	}
+
 	switch {
 	case n >= 0:
 		_, err = s.Discard(n)

@@ -9,7 +9,7 @@ import (
 )
 
 const (
-	// NetworkUnavailable is the type of the condition that Node.Network has.
+	// NetworkUnavailable is the type of the condition of which Node.Network is the status.
 	NetworkUnavailable = "NetworkUnavailable"
 	// HostnameLabel is the key of the label that Node.Hostname has.
 	HostnameLabel = "kubernetes.io/hostname"
@@ -24,16 +24,13 @@ type Node struct {
 	Created     int64    // in seconds since 1970, never negative
 	Annotations [][]byte // the values, indexed like the argument of NewDecoder; nil if the Node does not have the annotation
 	Hostname    []byte   // value of the label HostnameLabel
-	Label       []byte   // value of the label that WithLabel names
+	Label       []byte   // value of the other label of NewDecoder
 	PodCIDR     []byte
 	PodCIDRs    [2][]byte // the first two podCIDRs
 	NumPodCIDRs int       // the number of podCIDRs of the Node
 	InternalIPs [][]byte  // in the order of the Node
-	Network     Condition // the condition of type NetworkUnavailable
+	Network     []byte    // status of the condition of type NetworkUnavailable; nil if the Node does not have it
 }
-
-// Condition is a condition of a Node. Status is nil if the Node does not have the condition.
-type Condition struct{ Status, Reason, Message []byte }
 
 // Decoder decodes Nodes. It is safe for concurrent use.
 type Decoder struct {
@@ -41,13 +38,10 @@ type Decoder struct {
 	label       string
 }
 
-// NewDecoder returns a decoder of Nodes that keeps the annotations with these keys.
-func NewDecoder(annotations []string) *Decoder {
-	return &Decoder{annotations: slices.Clone(annotations)}
+// NewDecoder returns a decoder of Nodes that keeps the annotations with these keys, and one more label.
+func NewDecoder(annotations []string, label string) *Decoder {
+	return &Decoder{slices.Clone(annotations), label}
 }
-
-// WithLabel returns a decoder that also keeps the label with this key.
-func (d *Decoder) WithLabel(key string) *Decoder { return &Decoder{d.annotations, key} }
 
 func (d *Decoder) newNode() *Node { return &Node{Annotations: make([][]byte, len(d.annotations))} }
 
@@ -60,33 +54,22 @@ func (n *Node) reset() {
 // decode decodes the message of a Node or of the PartialObjectMetadata of a Node into n.
 func (d *Decoder) decode(b []byte, n *Node) error {
 	n.reset()
-	for f, err := range fields(b) {
-		if err != nil {
-			return err
-		}
-
+	return each(b, func(f field) error {
 		switch f.number {
 		case 1:
-			err = d.metadata(f.bytes, n)
+			return d.metadata(f.bytes, n)
 		case 2:
-			err = n.spec(f.bytes)
+			return n.spec(f.bytes)
 		case 3:
-			err = n.status(f.bytes)
+			return n.status(f.bytes)
 		}
-		if err != nil {
-			return err
-		}
-	}
-	return nil
+		return nil
+	})
 }
 
 // metadata decodes an ObjectMeta.
 func (d *Decoder) metadata(b []byte, n *Node) error {
-	for f, err := range fields(b) {
-		if err != nil {
-			return err
-		}
-
+	return each(b, func(f field) (err error) {
 		switch f.number {
 		case 1:
 			n.Name = f.bytes
@@ -101,11 +84,8 @@ func (d *Decoder) metadata(b []byte, n *Node) error {
 		case 12:
 			err = d.annotation(f.bytes, n)
 		}
-		if err != nil {
-			return err
-		}
-	}
-	return nil
+		return err
+	})
 }
 
 // revision decodes a resource version. It returns 0, which is older than any revision, if b is no
@@ -120,67 +100,39 @@ func revision(b []byte) int64 {
 
 // seconds decodes a Time to seconds since 1970. A time before that becomes 0.
 func seconds(b []byte) (s int64, err error) {
-	for f, err := range fields(b) {
-		if err != nil {
-			return 0, err
-		}
+	err = each(b, func(f field) error {
 		if f.number == 1 {
 			s = int64(f.value)
 		}
-	}
-	return max(s, 0), nil
+		return nil
+	})
+	return max(s, 0), err
 }
 
 func (d *Decoder) annotation(b []byte, n *Node) error {
-	key, value, err := entry(b)
-	if err != nil {
-		return err
-	}
+	key, value, err := pair(b)
 	for i, known := range d.annotations {
 		if string(key) == known {
 			n.Annotations[i] = value
 		}
 	}
-	return nil
+	return err
 }
 
 func (d *Decoder) keepLabel(b []byte, n *Node) error {
-	key, value, err := entry(b)
-	if err != nil {
-		return err
-	}
+	key, value, err := pair(b)
 	if string(key) == HostnameLabel {
 		n.Hostname = value
 	}
 	if string(key) == d.label {
 		n.Label = value
 	}
-	return nil
-}
-
-// entry decodes an entry of a map of texts. value is never nil.
-func entry(b []byte) (key, value []byte, err error) {
-	value = []byte{}
-	for f, err := range fields(b) {
-		if err != nil {
-			return nil, nil, err
-		}
-		switch f.number {
-		case 1:
-			key = f.bytes
-		case 2:
-			value = f.bytes
-		}
-	}
-	return key, value, nil
+	return err
 }
 
 // spec decodes a NodeSpec.
 func (n *Node) spec(b []byte) error {
-	for f, err := range fields(b) {
-		if err != nil {
-			return err
-		}
+	return each(b, func(f field) error {
 		switch f.number {
 		case 1:
 			n.PodCIDR = f.bytes
@@ -190,73 +142,26 @@ func (n *Node) spec(b []byte) error {
 			}
 			n.NumPodCIDRs++
 		}
-	}
-	return nil
+		return nil
+	})
 }
 
 // status decodes a NodeStatus.
 func (n *Node) status(b []byte) error {
-	for f, err := range fields(b) {
-		if err != nil {
-			return err
-		}
-		switch f.number {
-		case 4:
-			err = n.condition(f.bytes)
-		case 5:
-			err = n.address(f.bytes)
-		}
-		if err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// address decodes a NodeAddress into n if its type is InternalIP.
-func (n *Node) address(b []byte) error {
-	var kind, text []byte
-	for f, err := range fields(b) {
-		if err != nil {
-			return err
-		}
-		switch f.number {
-		case 1:
-			kind = f.bytes
-		case 2:
-			text = f.bytes
-		}
-	}
-	if string(kind) == "InternalIP" {
-		n.InternalIPs = append(n.InternalIPs, text)
-	}
-	return nil
-}
-
-// condition decodes a NodeCondition into n if its type is NetworkUnavailable.
-func (n *Node) condition(b []byte) error {
-	var kind []byte
-	var c Condition
-	for f, err := range fields(b) {
-		if err != nil {
-			return err
+	return each(b, func(f field) error {
+		if f.number != 4 && f.number != 5 {
+			return nil
 		}
 
-		switch f.number {
-		case 1:
-			kind = f.bytes
-		case 2:
-			c.Status = f.bytes
-		case 5:
-			c.Reason = f.bytes
-		case 6:
-			c.Message = f.bytes
+		kind, value, err := pair(f.bytes)
+		switch {
+		case f.number == 4 && string(kind) == NetworkUnavailable: // a NodeCondition: its status
+			n.Network = value
+		case f.number == 5 && string(kind) == "InternalIP": // a NodeAddress
+			n.InternalIPs = append(n.InternalIPs, value)
 		}
-	}
-	if string(kind) == NetworkUnavailable {
-		n.Network = c
-	}
-	return nil
+		return err
+	})
 }
 
 // named returns an error if n has no name. Every Node in a list or in an event must have a name,

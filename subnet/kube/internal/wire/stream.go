@@ -19,92 +19,73 @@ type ListMeta struct {
 	Remaining int    // number of objects on later pages; 0 if the server does not say
 }
 
-// List decodes a list of Nodes while it arrives, and iterates over the Nodes. It keeps one Node in
-// memory, which is valid until the next one. meta is complete when the loop has ended without a
-// break and without an error. List yields one error at most, and ends with it: the error wraps
-// ErrMalformed, or the reader from has failed or ended too early.
-func (d *Decoder) List(from io.Reader, meta *ListMeta) iter.Seq2[*Node, error] {
-	return func(yield func(*Node, error) bool) {
-		*meta = ListMeta{}
-		ended, err := d.list(newStream(from, 64<<10), meta, func(n *Node) bool { return yield(n, nil) })
-		if err == nil && !ended && meta.Revision == 0 {
-			err = fmt.Errorf("%w: a list without a resource version", ErrMalformed)
-		}
-		if err != nil {
-			yield(nil, err)
-		}
-	}
-}
-
-// list calls yield with the Nodes of the list in s. ended means that yield has returned false.
-func (d *Decoder) list(s *stream, meta *ListMeta, yield func(*Node) bool) (ended bool, err error) {
+// List decodes a list of Nodes while it arrives, and calls on for each Node. It keeps one Node in memory,
+// which is valid until on returns. An error wraps ErrMalformed, or the reader from has failed or ended too
+// early.
+func (d *Decoder) List(from io.Reader, on func(*Node)) (ListMeta, error) {
+	var meta ListMeta
+	s := newStream(from, 64<<10)
 	if head, err := s.take(uint64(len(magic))); err != nil {
-		return false, fmt.Errorf("list: %w", err)
+		return meta, fmt.Errorf("list: %w", err)
 	} else if string(head) != magic {
-		return false, fmt.Errorf("list: %w", ErrMalformed)
+		return meta, fmt.Errorf("list: %w", ErrMalformed)
 	}
+
 	n := d.newNode()
 	for f, err := range s.fields(-1) {
-		switch {
-		case err != nil:
-			return false, err
-		case f.kind != protowire.BytesType:
-		case f.number != numberOfRaw:
-			if err := s.discard(f.value); err != nil {
-				return false, err
-			}
-		default:
-			if ended, err = d.items(s, f.value, n, meta, yield); ended || err != nil {
-				return ended, err
+		if err == nil && f.kind == protowire.BytesType {
+			if f.number == numberOfRaw {
+				err = d.items(s, f.value, n, &meta, on)
+			} else {
+				err = s.discard(f.value)
 			}
 		}
+		if err != nil {
+			return meta, err
+		}
 	}
-	return false, nil
+	if meta.Revision == 0 {
+		return meta, fmt.Errorf("%w: a list without a resource version", ErrMalformed)
+	}
+	return meta, nil
 }
 
-// items decodes the message of a NodeList, which is the next length bytes of s, and calls yield
-// with its Nodes. ended means that yield has returned false.
-func (d *Decoder) items(s *stream, length uint64, n *Node, meta *ListMeta, yield func(*Node) bool) (ended bool, err error) {
+// items decodes the message of a NodeList, which is the next length bytes of s.
+func (d *Decoder) items(s *stream, length uint64, n *Node, meta *ListMeta, on func(*Node)) error {
 	if length > 1<<62 {
-		return false, ErrMalformed
+		return ErrMalformed
 	}
 
 	for f, err := range s.fields(int64(length)) {
 		if err != nil {
-			return false, err
+			return err
 		}
 		if f.kind != protowire.BytesType {
 			continue
 		}
 
 		b, err := s.take(f.value)
-		if err != nil {
-			return false, err
-		}
-
-		switch f.number {
-		case 1:
+		switch {
+		case err != nil:
+		case f.number == 1:
 			err = meta.decode(b)
-		case 2:
+		case f.number == 2:
 			if err = d.decode(b, n); err == nil {
 				err = n.named()
 			}
-			if err == nil && !yield(n) {
-				return true, nil
+			if err == nil {
+				on(n)
 			}
 		}
 		if err != nil {
-			return false, err
+			return err
 		}
 	}
-	return false, nil
+	return nil
 }
 
 func (m *ListMeta) decode(b []byte) error {
-	for f, err := range fields(b) {
-		if err != nil {
-			return err
-		}
+	return each(b, func(f field) error {
 		switch f.number {
 		case 2:
 			m.Revision = revision(f.bytes)
@@ -113,8 +94,8 @@ func (m *ListMeta) decode(b []byte) error {
 		case 4:
 			m.Remaining = int(f.value)
 		}
-	}
-	return nil
+		return nil
+	})
 }
 
 // The types of events.
@@ -165,21 +146,14 @@ func (d *Decoder) Events(from io.Reader) iter.Seq2[Event, error] {
 
 // event decodes a WatchEvent, and its Node into n.
 func (d *Decoder) event(b []byte, n *Node) (Event, error) {
-	var kind, object []byte
-	for f, err := range fields(b) {
-		if err != nil {
-			return Event{}, err
-		}
-		switch f.number {
-		case 1:
-			kind = f.bytes
-		case 2:
-			if object, err = last(f.bytes, 1); err != nil { // of a RawExtension
-				return Event{}, err
-			}
-		}
+	kind, extension, err := pair(b)
+	if err != nil {
+		return Event{}, err
 	}
-
+	object, err := last(extension, 1) // of a RawExtension
+	if err != nil {
+		return Event{}, err
+	}
 	raw, err := unwrap(object)
 	if err != nil {
 		return Event{}, err

@@ -58,40 +58,33 @@ func DecodeStatus(body []byte) (*StatusError, error) {
 
 func decodeStatus(b []byte) (*StatusError, error) {
 	e := &StatusError{}
-	for f, err := range fields(b) {
-		if err != nil {
-			return nil, err
-		}
-
+	err := each(b, func(f field) error {
 		switch f.number {
 		case 3:
 			e.Message = string(f.bytes)
 		case 4:
 			e.Reason = string(f.bytes)
 		case 5:
-			if err := e.details(f.bytes); err != nil {
-				return nil, err
-			}
+			return e.details(f.bytes)
 		case 6:
 			e.Code = int(int32(f.value))
 		}
+		return nil
+	})
+	if err != nil {
+		return nil, err
 	}
 	return e, nil
 }
 
 // details adds the causes in a StatusDetails to e.
 func (e *StatusError) details(b []byte) error {
-	for f, err := range fields(b) {
-		if err != nil {
-			return err
+	return each(b, func(f field) error {
+		if f.number != 4 {
+			return nil
 		}
-		if f.number == 4 {
-			cause, err := last(f.bytes, 1)
-			if err != nil {
-				return err
-			}
-			e.Causes = append(e.Causes, string(cause))
-		}
-	}
-	return nil
+		cause, err := last(f.bytes, 1)
+		e.Causes = append(e.Causes, string(cause))
+		return err
+	})
 }

@@ -30,7 +30,7 @@ func annotations() []string {
 	return []string{prefix + "kube-subnet-manager", prefix + "public-ip", prefix + "backend-type", prefix + "backend-data"}
 }
 
-func newDecoder() *wire.Decoder { return wire.NewDecoder(annotations()) }
+func newDecoder() *wire.Decoder { return wire.NewDecoder(annotations(), "") }
 
 // node returns a Node that has all fields that are decoded.
 func node(name string) *corev1.Node {
@@ -58,14 +58,14 @@ type content struct {
 	Annotations                  map[string]string
 	PodCIDRs, InternalIPs        []string
 	NumPodCIDRs                  int
-	Network                      [3]string
+	Network                      string
 }
 
 func contentOf(n *wire.Node) content {
 	c := content{
 		Name: string(n.Name), UID: string(n.UID), Hostname: string(n.Hostname), PodCIDR: string(n.PodCIDR),
 		Revision: n.Revision, Created: n.Created, Annotations: map[string]string{}, NumPodCIDRs: n.NumPodCIDRs,
-		Network: [3]string{string(n.Network.Status), string(n.Network.Reason), string(n.Network.Message)},
+		Network: string(n.Network),
 	}
 	for i, value := range n.Annotations {
 		if value != nil {
@@ -103,16 +103,16 @@ func contentOfAPI(n *corev1.Node) content {
 	}
 	for _, condition := range n.Status.Conditions {
 		if condition.Type == corev1.NodeNetworkUnavailable {
-			c.Network = [3]string{string(condition.Status), condition.Reason, condition.Message}
+			c.Network = string(condition.Status)
 		}
 	}
 	return c
 }
 
-// TestWithLabel expects that a decoder keeps the label of WithLabel, even if that is HostnameLabel.
-func TestWithLabel(t *testing.T) {
+// TestLabel expects that a decoder keeps the label that it is given, even if that is HostnameLabel.
+func TestLabel(t *testing.T) {
 	for key, want := range map[string]string{"label": "x", wire.HostnameLabel: "host-of-n1", "other": "", "": ""} {
-		n := wiretest.Decode(t, newDecoder().WithLabel(key), node("n1"), false)
+		n := wiretest.Decode(t, wire.NewDecoder(annotations(), key), node("n1"), false)
 		if string(n.Label) != want || string(n.Hostname) != "host-of-n1" {
 			t.Errorf("the label %q is %q, and the name of the host %q", key, n.Label, n.Hostname)
 		}
@@ -124,7 +124,7 @@ func TestWithLabel(t *testing.T) {
 func TestDecodeNode(t *testing.T) {
 	full := node("n1")
 	want := contentOfAPI(full)
-	if want.Name == "" || want.Revision == 0 || len(want.Annotations) != 3 || want.Network[0] == "" {
+	if want.Name == "" || want.Revision == 0 || len(want.Annotations) != 3 || want.Network == "" {
 		t.Fatalf("the test's own Node is not complete: %+v", want)
 	}
 	if diff := cmp.Diff(want, contentOf(wiretest.Decode(t, newDecoder(), full, false))); diff != "" {
@@ -146,14 +146,8 @@ func TestDecodeNode(t *testing.T) {
 // it returns the names before it.
 func names(from io.Reader) (string, wire.ListMeta, error) {
 	var names []string
-	var meta wire.ListMeta
-	for n, err := range newDecoder().List(from, &meta) {
-		if err != nil {
-			return strings.Join(names, " "), meta, err
-		}
-		names = append(names, string(n.Name))
-	}
-	return strings.Join(names, " "), meta, nil
+	meta, err := newDecoder().List(from, func(n *wire.Node) { names = append(names, string(n.Name)) })
+	return strings.Join(names, " "), meta, err
 }
 
 func TestDecodeList(t *testing.T) {
@@ -185,17 +179,6 @@ func TestDecodeList(t *testing.T) {
 	broken := errors.New("broken")
 	if _, _, err := names(io.MultiReader(bytes.NewReader(list[:20]), iotest.ErrReader(broken))); !errors.Is(err, broken) {
 		t.Errorf("a connection that breaks: %v", err)
-	}
-}
-
-// TestListThatIsLeft expects that a caller may end the loop after the first Node.
-func TestListThatIsLeft(t *testing.T) {
-	var meta wire.ListMeta
-	for n, err := range newDecoder().List(bytes.NewReader(wiretest.List(t, "1", "", node("a"), node("b"))), &meta) {
-		if err != nil || string(n.Name) != "a" {
-			t.Errorf("got %s, %v", n.Name, err)
-		}
-		break
 	}
 }
 
@@ -327,14 +310,13 @@ func decodeInList(node []byte) (got content, err error) {
 	item := append(binary.AppendUvarint([]byte{2<<3 | 2}, uint64(len(node))), node...)
 	list := append([]byte{1<<3 | 2, 3, 2<<3 | 2, 1, '7'}, item...)
 	body := append(binary.AppendUvarint([]byte("k8s\x00\x12"), uint64(len(list))), list...)
-	var meta wire.ListMeta
 	nodes := 0
-	for n, err := range newDecoder().List(bytes.NewReader(body), &meta) {
-		if err != nil {
-			return content{}, err
-		}
+	meta, err := newDecoder().List(bytes.NewReader(body), func(n *wire.Node) {
 		got = contentOf(n)
 		nodes++
+	})
+	if err != nil {
+		return content{}, err
 	}
 	if nodes != 1 || meta.Revision != 7 {
 		return content{}, fmt.Errorf("the list has %d Nodes and revision %d, want 1 and 7", nodes, meta.Revision)
@@ -360,14 +342,11 @@ func FuzzStreams(f *testing.F) {
 			}
 		}
 		items := 0
-		var meta wire.ListMeta
-		for n, err := range newDecoder().List(bytes.NewReader(b), &meta) {
-			check("list", 0, err)
-			if err == nil {
-				check("name", len(n.Name), nil)
-				items++
-			}
-		}
+		_, err := newDecoder().List(bytes.NewReader(b), func(n *wire.Node) {
+			check("name", len(n.Name), nil)
+			items++
+		})
+		check("list", 0, err)
 		check("Nodes", items, nil)
 		events := 0
 		for e, err := range newDecoder().Events(bytes.NewReader(b)) {

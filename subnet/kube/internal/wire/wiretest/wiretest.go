@@ -95,15 +95,11 @@ func Decode(t testing.TB, d *wire.Decoder, n *corev1.Node, metadata bool) *wire.
 		list = MetadataList
 	}
 
-	var meta wire.ListMeta
-	for decoded, err := range d.List(bytes.NewReader(list(t, "1", "", n)), &meta) {
-		if err != nil {
-			t.Fatal(err)
-		}
-		return decoded
+	var decoded *wire.Node
+	if _, err := d.List(bytes.NewReader(list(t, "1", "", n)), func(n *wire.Node) { decoded = n }); err != nil {
+		t.Fatal(err)
 	}
-	t.Fatal("the list has no Node")
-	return nil
+	return decoded
 }
 
 // DecodeEvent returns the event of a Node as d decodes it. The Node has only metadata, as in the
