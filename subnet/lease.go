@@ -87,6 +87,15 @@ func (l Lease) Subnets() []netip.Prefix {
 	return ps
 }
 
+// Entry is a lease in the view of an operator.
+type Entry struct {
+	Lease Lease // its Key is always set
+	// Err is why the rest of Lease cannot be read or, with Kubernetes, one family of it. It is nil if all
+	// can be read.
+	Err error
+	TTL time.Duration // the time that is left; zero if it is over, not known, or was not requested, and for a reservation
+}
+
 // Claim contains the public addresses and backend data that a node wants to publish. A valid
 // Subnet in an endpoint is the subnet that the node had before and wants again.
 type Claim struct {

@@ -260,7 +260,7 @@ func input(ctx context.Context, read func() ([]byte, error)) ([]byte, error) {
 
 // spareHosts returns an error if a host could be given a subnet of cfg that contains the address of another
 // host, and if that is not so with the configuration old.
-func spareHosts(entries []etcd.Entry, cfg subnet.Config, old []byte) error {
+func spareHosts(entries []subnet.Entry, cfg subnet.Config, old []byte) error {
 	used, _ := subnet.ParseConfig(old) // an invalid one is not in use
 	for _, e := range entries {
 		for _, own := range e.Lease.Endpoints {

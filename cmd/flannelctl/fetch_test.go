@@ -11,7 +11,6 @@ import (
 	"testing"
 
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
 const escape = "vxlan\x1b[2J\nPEER\tforged\u202e"
@@ -20,10 +19,10 @@ const escape = "vxlan\x1b[2J\nPEER\tforged\u202e"
 // or escape sequences.
 func TestForeignTextIsPrintable(t *testing.T) {
 	const want = "vxlan [2J PEER forged"
-	if got := newLease(etcd.Entry{Lease: subnet.Lease{Key: escape}}).Key; got != want {
+	if got := newLease(subnet.Entry{Lease: subnet.Lease{Key: escape}}).Key; got != want {
 		t.Errorf("key of a lease: %q, want %q", got, want)
 	}
-	if got := newLease(etcd.Entry{Err: errors.New(escape)}).Error; got != want {
+	if got := newLease(subnet.Entry{Err: errors.New(escape)}).Error; got != want {
 		t.Errorf("error of an entry: %q, want %q", got, want)
 	}
 

@@ -37,7 +37,7 @@ type lease struct {
 	data []string // of the backend, one for each subnet
 }
 
-func newLease(e etcd.Entry) lease {
+func newLease(e subnet.Entry) lease {
 	// Other hosts have written the key, and it need not be that of a subnet.
 	l := lease{
 		Key: oneline.Collapse(e.Lease.Key), Type: e.Lease.BackendType, NextType: e.Lease.NextType, Subnets: []netip.Prefix{}, PublicIPs: []netip.Addr{},
@@ -74,7 +74,7 @@ annotations.`,
 				if watch {
 					return watchLeases(cmd.Context(), cmd.OutOrStdout(), from.Watch)
 				}
-				return listLeases(cmd, from, out, o.KubeSubnetMgr, func(etcd.Entry) bool { return true })
+				return listLeases(cmd, from, out, o.KubeSubnetMgr, func(subnet.Entry) bool { return true })
 			})
 		},
 	}
@@ -97,7 +97,7 @@ func newReservationsCommand(h host) *cobra.Command {
 		Example: "  flannelctl reservations\n  flannelctl reservations -o name | xargs -n 1 flannelctl unreserve",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return flags.withAdmin(func(a *etcd.Admin) error {
-				return listLeases(cmd, a, out, false, func(e etcd.Entry) bool { return e.Lease.Permanent })
+				return listLeases(cmd, a, out, false, func(e subnet.Entry) bool { return e.Lease.Permanent })
 			})
 		},
 	}
@@ -108,7 +108,7 @@ func newReservationsCommand(h host) *cobra.Command {
 }
 
 // listLeases prints leases. Those of Nodes do not expire, and are not reservations.
-func listLeases(cmd *cobra.Command, from store, out output, ofNodes bool, which func(etcd.Entry) bool) error {
+func listLeases(cmd *cobra.Command, from store, out output, ofNodes bool, which func(subnet.Entry) bool) error {
 	entries, err := from.Entries(cmd.Context(), true)
 	if err != nil {
 		return err
@@ -157,7 +157,7 @@ type watched struct {
 func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, func(subnet.Update)) error) error {
 	known := map[string]watched{}
 	line := func(sign string, l watched) {
-		p := newLease(etcd.Entry{Lease: *l.Lease})
+		p := newLease(subnet.Entry{Lease: *l.Lease})
 		what := dash(list(p.PublicIPs)) + " " + dash(p.Type)
 		if sign == "!" {
 			what = "cannot be read"
@@ -355,7 +355,7 @@ func expectGone(ctx context.Context, a *etcd.Admin, key string) error {
 		if err != nil {
 			return err
 		}
-		if slices.ContainsFunc(entries, func(e etcd.Entry) bool { return e.Lease.Key == key }) {
+		if slices.ContainsFunc(entries, func(e subnet.Entry) bool { return e.Lease.Key == key }) {
 			return fmt.Errorf("%s was revoked, and its host has taken it again: stop flanneld there first", key)
 		}
 	}

@@ -15,7 +15,6 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
 // TestClaim checks that the reservation contains all given subnets and addresses, and that
@@ -50,7 +49,7 @@ func TestClaim(t *testing.T) {
 // TestEmptyLists checks that an empty list is [] in JSON and not null, which jq does not
 // accept.
 func TestEmptyLists(t *testing.T) {
-	text, err := json.Marshal(newLease(etcd.Entry{Lease: subnet.Lease{Key: "10.5.7.0-24"}, Err: errors.New("rubbish")}))
+	text, err := json.Marshal(newLease(subnet.Entry{Lease: subnet.Lease{Key: "10.5.7.0-24"}, Err: errors.New("rubbish")}))
 	if want := `{"key":"10.5.7.0-24","subnets":[],"publicIPs":[],"error":"rubbish"}`; err != nil || string(text) != want {
 		t.Errorf("an unreadable lease: %s, %v; want %s", text, err, want)
 	}
@@ -123,13 +122,13 @@ func TestOwnSubnets(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	lease := func(subnets ...string) (e etcd.Entry) {
+	lease := func(subnets ...string) (e subnet.Entry) {
 		for _, s := range subnets {
 			e.Lease.Endpoints = append(e.Lease.Endpoints, subnet.Endpoint{Subnet: netip.MustParsePrefix(s)})
 		}
 		return e
 	}
-	entries := []etcd.Entry{lease("10.5.2.0/24", "fd00:5:0:1::/64"), lease("10.6.1.0/24", "fd00:5:0:9::/64"), lease("10.5.3.0/24"), {Err: errors.New("rubbish")}}
+	entries := []subnet.Entry{lease("10.5.2.0/24", "fd00:5:0:1::/64"), lease("10.6.1.0/24", "fd00:5:0:9::/64"), lease("10.5.3.0/24"), {Err: errors.New("rubbish")}}
 	own, err := ownSubnets(cfg, entries, 2)
 	if err != nil {
 		t.Fatal(err)

@@ -64,7 +64,7 @@ client certificate with the name of its user.`,
 
 // ownSubnets returns the subnets of so many hosts: those in entries, then the first free ones of the
 // network.
-func ownSubnets(cfg subnet.Config, entries []etcd.Entry, hosts int) (own [][]netip.Prefix, err error) {
+func ownSubnets(cfg subnet.Config, entries []subnet.Entry, hosts int) (own [][]netip.Prefix, err error) {
 	pools, err := cfg.Pools()
 	if err != nil {
 		return nil, err

@@ -150,7 +150,7 @@ type store interface {
 	// Config returns the network configuration, and its revision. The revision is zero if there is none.
 	Config(ctx context.Context) (text []byte, revision int64, err error)
 	SetConfig(ctx context.Context, text []byte, revision int64) error
-	Entries(ctx context.Context, ttl bool) ([]etcd.Entry, error)
+	Entries(ctx context.Context, ttl bool) ([]subnet.Entry, error)
 	Watch(ctx context.Context, sink func(subnet.Update)) error
 }
 
@@ -225,12 +225,8 @@ func (o storeOptions) kubeConfig() kube.Config {
 type nodes struct{ storeOptions }
 
 // Entries returns the leases of all Nodes.
-func (n nodes) Entries(ctx context.Context, _ bool) (all []etcd.Entry, err error) {
-	entries, err := kube.Entries(ctx, n.kubeConfig())
-	for _, e := range entries {
-		all = append(all, etcd.Entry{Lease: e.Lease, Err: e.Err})
-	}
-	return all, err
+func (n nodes) Entries(ctx context.Context, _ bool) ([]subnet.Entry, error) {
+	return kube.Entries(ctx, n.kubeConfig())
 }
 
 // Watch calls sink with the leases of all Nodes, and again after every change.

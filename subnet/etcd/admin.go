@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"path"
 	"slices"
 	"time"
 
@@ -43,28 +42,17 @@ func NewAdmin(cfg Config) (*Admin, error) {
 // Close ends the connection.
 func (a *Admin) Close() error { return a.m.Close() }
 
-// Entry is one lease or reservation in the store.
-type Entry struct {
-	Lease subnet.Lease  // its Key is always set
-	Err   error         // why the rest of Lease cannot be read; nil if it can
-	TTL   time.Duration // the time that is left; zero for a reservation, for an expired lease, or if it was not requested
-}
-
 // Config returns the text of the network configuration in the store, and its revision. The revision
 // is zero and the text is nil if there is no configuration.
 func (a *Admin) Config(ctx context.Context) (text []byte, revision int64, err error) {
-	err = a.m.callWithin(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, a.m.configKey())
-		if err == nil && len(resp.Kvs) > 0 {
-			text = resp.Kvs[0].Value
-			revision = resp.Kvs[0].ModRevision
-		}
-		return err
-	})
-	if err != nil {
+	resp, err := a.m.get(ctx, a.m.configKey())
+	switch {
+	case err != nil:
 		return nil, 0, fmt.Errorf("read %s: %w", a.m.configKey(), err)
+	case len(resp.Kvs) == 0:
+		return nil, 0, nil
 	}
-	return text, revision, nil
+	return resp.Kvs[0].Value, resp.Kvs[0].ModRevision, nil
 }
 
 // SetConfig writes the network configuration if it is still at revision, zero meaning absent.
@@ -74,29 +62,21 @@ func (a *Admin) SetConfig(ctx context.Context, text []byte, revision int64) erro
 }
 
 // MayWrite reports whether the user may write the lease of any subnet. It changes nothing.
-func (a *Admin) MayWrite(ctx context.Context) (may bool, err error) {
-	key := path.Join(a.m.cfg.Prefix, "subnets", "any")
-	err = a.m.callWithin(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
-		// No key has this revision. etcd checks the rights for the operations of a transaction before it compares.
-		_, err := c.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", -1)).Then(clientv3.OpPut(key, "")).Commit()
-		if may = !errors.Is(err, rpctypes.ErrPermissionDenied); !may {
-			return nil
-		}
-		return err
-	})
-	return may && err == nil, err
+func (a *Admin) MayWrite(ctx context.Context) (bool, error) {
+	key := a.m.dir + "any"
+	// No key has this revision. etcd checks the rights for the operations of a transaction before it compares.
+	_, err := a.m.txn(ctx, unchanged(key, -1), clientv3.OpPut(key, ""))
+	if errors.Is(err, rpctypes.ErrPermissionDenied) {
+		return false, nil
+	}
+	return err == nil, err
 }
 
 // swap does op if key is still at revision, zero meaning absent. Otherwise it returns ErrChanged,
 // wrapped. verb names op in errors.
 func (a *Admin) swap(ctx context.Context, verb, key string, revision int64, op clientv3.Op) error {
-	changed := false
-	err := a.m.callWithin(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", revision)).Then(op).Commit()
-		changed = err == nil && !resp.Succeeded
-		return err
-	})
-	if changed {
+	resp, err := a.m.txn(ctx, unchanged(key, revision), op)
+	if err == nil && !resp.Succeeded {
 		err = ErrChanged
 	}
 	if err != nil {
@@ -107,14 +87,14 @@ func (a *Admin) swap(ctx context.Context, verb, key string, revision int64, op c
 
 // Entries returns every lease and reservation, in the order of subnet.Lease.Compare. If ttl is true, it also reads the
 // time that each lease has left, by one request for each lease.
-func (a *Admin) Entries(ctx context.Context, ttl bool) ([]Entry, error) {
+func (a *Admin) Entries(ctx context.Context, ttl bool) ([]subnet.Entry, error) {
 	l, err := a.m.list(ctx)
 	if err != nil {
 		return nil, err
 	}
-	found := make([]Entry, 0, len(l.entries))
+	found := make([]subnet.Entry, 0, len(l.entries))
 	for _, e := range l.entries {
-		out := Entry{Lease: e.lease, Err: e.err}
+		out := subnet.Entry{Lease: e.lease, Err: e.err}
 		out.Lease.Key = e.key
 		out.Lease.Permanent = e.leaseID == 0
 		if ttl && e.leaseID != 0 {
@@ -124,22 +104,22 @@ func (a *Admin) Entries(ctx context.Context, ttl bool) ([]Entry, error) {
 		}
 		found = append(found, out)
 	}
-	slices.SortFunc(found, func(a, b Entry) int { return a.Lease.Compare(b.Lease) })
+	slices.SortFunc(found, func(a, b subnet.Entry) int { return a.Lease.Compare(b.Lease) })
 	return found, nil
 }
 
 // left returns the time until an etcd lease expires, or zero if it has expired.
 func (a *Admin) left(ctx context.Context, id clientv3.LeaseID) (ttl time.Duration, err error) {
-	err = a.m.callWithin(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
+	err = a.m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.TimeToLive(ctx, id)
-		if errors.Is(err, rpctypes.ErrLeaseNotFound) || err == nil && resp.TTL <= 0 {
-			return nil
-		}
 		if err == nil {
-			ttl = time.Duration(resp.TTL) * time.Second
+			ttl = max(0, time.Duration(resp.TTL)*time.Second)
 		}
 		return err
 	})
+	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
+		return 0, nil
+	}
 	return ttl, err
 }
 

@@ -82,7 +82,7 @@ func (m *Manager) readPast(ctx context.Context, revision int64, keys ...string) 
 		}
 	}
 
-	resp, err := m.readAll(ctx, ops...)
+	resp, err := m.txn(ctx, nil, ops...)
 	switch {
 	case errors.Is(err, rpctypes.ErrCompacted): // a watch could not start at that revision either
 		return nil, unknown, nil

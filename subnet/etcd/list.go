@@ -107,29 +107,16 @@ func storeID(h *pb.ResponseHeader) subnet.StoreID {
 	return subnet.StoreID{ID: fmt.Sprintf("%x", h.ClusterId), Revision: h.Revision}
 }
 
-// readAll makes several reads at one revision.
-func (m *Manager) readAll(ctx context.Context, ops ...clientv3.Op) (resp *clientv3.TxnResponse, err error) {
-	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
-		resp, err = c.Txn(ctx).Then(ops...).Commit()
-		return err
-	})
-	return resp, err
-}
-
 // read returns the entry with that key and the store's revision. found is nil if the key does not
 // exist.
 func (m *Manager) read(ctx context.Context, key string, options ...clientv3.OpOption) (found *entry, revision int64, err error) {
-	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, m.dir+key, options...)
-		if err != nil {
-			return err
-		}
-		if len(resp.Kvs) > 0 {
-			e := m.entry(resp.Kvs[0])
-			found = &e
-		}
-		revision = resp.Header.Revision
-		return nil
-	})
-	return found, revision, err
+	resp, err := m.get(ctx, m.dir+key, options...)
+	if err != nil {
+		return nil, 0, err
+	}
+	for _, kv := range resp.Kvs {
+		e := m.entry(kv)
+		found = &e
+	}
+	return found, resp.Header.Revision, nil
 }

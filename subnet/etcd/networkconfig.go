@@ -9,7 +9,6 @@ import (
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/mvccpb"
-	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -50,18 +49,14 @@ func (m *Manager) config(ctx context.Context) (cfg subnet.Config, pools []subnet
 // configText reads the text of the configuration, which is nil if there is none, and the id and the present
 // revision of the store.
 func (m *Manager) configText(ctx context.Context) (text []byte, id subnet.StoreID, err error) {
-	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, m.configKey())
-		if err != nil {
-			return err
-		}
-		id = storeID(resp.Header)
-		for _, kv := range resp.Kvs {
-			text = given(kv.Value)
-		}
-		return nil
-	})
-	return text, id, err
+	resp, err := m.get(ctx, m.configKey())
+	if err != nil {
+		return nil, subnet.StoreID{}, err
+	}
+	for _, kv := range resp.Kvs {
+		text = given(kv.Value)
+	}
+	return text, storeID(resp.Header), nil
 }
 
 // reportConfig reads the configuration, passes it to OnConfig, and records in cache the present

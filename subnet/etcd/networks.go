@@ -116,25 +116,23 @@ func observations(known func() map[string]subnet.Observation, seen map[string]in
 // Observe implements subnet.Observer.
 func (m *Manager) Observe(ctx context.Context, own subnet.Lease) (s subnet.Observation, err error) {
 	defer m.outage.Forget(sourceObservation)
-	read := func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Txn(ctx).Then(clientv3.OpGet(m.configKey(), clientv3.WithKeysOnly()), clientv3.OpGet(m.dir+own.Key)).Commit() // with WithKeysOnly etcd 3.7 omits the etcd lease of a key
-		if err != nil {
-			return err
-		}
-		config := resp.Responses[0].GetResponseRange().Kvs
-		lease := resp.Responses[1].GetResponseRange().Kvs
-		switch {
-		case len(config) == 0:
-			s = subnet.Observation{}
-		case len(lease) == 0 || lease[0].Lease == 0: // a reservation proves nothing: an operator may put it into another store too
-			s = subnet.Observation{Revision: resp.Header.Revision}
-		default:
-			s = subnet.Observation{Revision: resp.Header.Revision, Key: own.Key, LeaseID: lease[0].Lease}
-		}
-		return nil
+	var resp *clientv3.TxnResponse
+	err = m.retry(ctx, sourceObservation, func() (err error) {
+		resp, err = m.txn(ctx, nil, clientv3.OpGet(m.configKey(), clientv3.WithKeysOnly()), clientv3.OpGet(m.dir+own.Key)) // with WithKeysOnly etcd 3.7 omits the etcd lease of a key
+		return err
+	})
+	if err != nil || len(resp.Responses[0].GetResponseRange().Kvs) == 0 {
+		return subnet.Observation{}, err
 	}
-	err = m.retry(ctx, sourceObservation, func() error { return m.call(ctx, read) })
-	return s, err
+
+	s.Revision = resp.Header.Revision
+	for _, kv := range resp.Responses[1].GetResponseRange().Kvs {
+		if kv.Lease != 0 { // a reservation proves nothing: an operator may put it into another store too
+			s.Key = own.Key
+			s.LeaseID = kv.Lease
+		}
+	}
+	return s, nil
 }
 
 // deleted returns the networks in known that are not in a listing because their configuration was
@@ -167,30 +165,22 @@ func (m *Manager) deleted(ctx context.Context, known map[string]subnet.Observati
 // lease, because ids of etcd leases are random. A backup with the lease also has the configuration,
 // unless the configuration was deleted before the backup. hasLease reports false if s names no
 // lease.
-func (m *Manager) hasLease(ctx context.Context, name string, s subnet.Observation) (has bool, err error) {
+func (m *Manager) hasLease(ctx context.Context, name string, s subnet.Observation) (bool, error) {
 	if s.LeaseID == 0 {
 		return false, nil
 	}
-	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, path.Join(m.cfg.Prefix, name, "subnets", s.Key))
-		has = err == nil && len(resp.Kvs) > 0 && resp.Kvs[0].Lease == s.LeaseID
-		return err
-	})
-	return has, err
+	resp, err := m.get(ctx, path.Join(m.cfg.Prefix, name, "subnets", s.Key))
+	return err == nil && len(resp.Kvs) > 0 && resp.Kvs[0].Lease == s.LeaseID, err
 }
 
 // hadConfig reports whether the store had the configuration of the network at a revision. It
 // reports false if the history of the store does not go back so far, or has not come so far.
-func (m *Manager) hadConfig(ctx context.Context, name string, revision int64) (had bool, err error) {
-	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, m.configOf(name), clientv3.WithRev(revision), clientv3.WithKeysOnly())
-		if errors.Is(err, rpctypes.ErrCompacted) || errors.Is(err, rpctypes.ErrFutureRev) {
-			return nil
-		}
-		had = err == nil && len(resp.Kvs) > 0
-		return err
-	})
-	return had, err
+func (m *Manager) hadConfig(ctx context.Context, name string, revision int64) (bool, error) {
+	resp, err := m.get(ctx, m.configOf(name), clientv3.WithRev(revision), clientv3.WithKeysOnly())
+	if errors.Is(err, rpctypes.ErrCompacted) || errors.Is(err, rpctypes.ErrFutureRev) {
+		return false, nil
+	}
+	return err == nil && len(resp.Kvs) > 0, err
 }
 
 func (n *NetworkConfigs) clone() NetworkConfigs {
@@ -240,11 +230,7 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (NetworkConfig
 	now := NetworkConfigs{Texts: map[string][]byte{}}
 	options := []clientv3.OpOption(nil)
 	get := func(key string, more ...clientv3.OpOption) (*clientv3.GetResponse, error) {
-		var resp *clientv3.GetResponse
-		err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
-			resp, err = c.Get(ctx, key, slices.Concat(options, more)...)
-			return err
-		})
+		resp, err := m.get(ctx, key, slices.Concat(options, more)...)
 		if err == nil && now.Revision == 0 { // later requests read at the revision of the first one
 			now.Revision = resp.Header.Revision
 			options = append(options, clientv3.WithRev(now.Revision))

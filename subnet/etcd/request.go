@@ -45,6 +45,29 @@ func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Cl
 	return err
 }
 
+// get reads one key, or several with options.
+func (m *Manager) get(ctx context.Context, key string, options ...clientv3.OpOption) (resp *clientv3.GetResponse, err error) {
+	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
+		resp, err = c.Get(ctx, key, options...)
+		return err
+	})
+	return resp, err
+}
+
+// txn makes a transaction of ops. conditions may be nil.
+func (m *Manager) txn(ctx context.Context, conditions []clientv3.Cmp, ops ...clientv3.Op) (resp *clientv3.TxnResponse, err error) {
+	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
+		resp, err = c.Txn(ctx).If(conditions...).Then(ops...).Commit()
+		return err
+	})
+	return resp, err
+}
+
+// unchanged is the condition that a key is still at a revision, zero meaning absent.
+func unchanged(key string, revision int64) []clientv3.Cmp {
+	return []clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "=", revision)}
+}
+
 func (m *Manager) callWithin(ctx context.Context, deadline time.Duration, f func(context.Context, *clientv3.Client) error) error {
 	err := m.client.do(ctx, deadline, f)
 	if ctx.Err() != nil {

@@ -65,7 +65,7 @@ func (m *Manager) restore(ctx context.Context, k *lastKnown) (l listing, is comp
 // catchUp brings a cache to the present revision of its store. It reads the leases that were written since
 // the revision of the cache, and counts all leases. If there are fewer than in the cache, some are gone.
 func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
-	resp, err := m.readAll(ctx,
+	resp, err := m.txn(ctx, nil,
 		clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithMinModRev(cache.store.Revision+1)),
 		clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly()))
 	if err != nil {
@@ -99,7 +99,7 @@ func (m *Manager) removeGone(ctx context.Context, cache *leaseCache) error {
 	for _, part := range all {
 		ops = append(ops, get(part, clientv3.WithCountOnly()))
 	}
-	counts, err := m.readAll(ctx, ops...)
+	counts, err := m.txn(ctx, nil, ops...)
 	if err != nil {
 		return fmt.Errorf("count leases: %w", err)
 	}
@@ -107,14 +107,15 @@ func (m *Manager) removeGone(ctx context.Context, cache *leaseCache) error {
 	gone := map[string]bool{}
 	ops = nil
 	for i, part := range all {
-		if counts.Responses[i].GetResponseRange().Count < int64(len(part)) {
-			ops = append(ops, get(part, clientv3.WithKeysOnly()))
-			for _, key := range part {
-				gone[key] = true
-			}
+		if counts.Responses[i].GetResponseRange().Count == int64(len(part)) {
+			continue
+		}
+		ops = append(ops, get(part, clientv3.WithKeysOnly()))
+		for _, key := range part {
+			gone[key] = true
 		}
 	}
-	lists, err := m.readAll(ctx, ops...)
+	lists, err := m.txn(ctx, nil, ops...)
 	if err != nil {
 		return fmt.Errorf("look for leases that are gone: %w", err)
 	}

@@ -234,7 +234,7 @@ func (m *Manager) verify(ctx context.Context, s *stream) error {
 			return nil
 		}
 
-		head, err := m.head(ctx)
+		head, err := m.get(ctx, m.configKey(), clientv3.WithCountOnly())
 		switch {
 		case errors.Is(err, errLoggingIn):
 			continue
@@ -243,32 +243,14 @@ func (m *Manager) verify(ctx context.Context, s *stream) error {
 		}
 
 		s.probe()
-		if err := m.awaitRevision(ctx, s, head); err != nil {
+		if err := m.awaitRevision(ctx, s, head.Header.Revision); err != nil {
 			return err
 		}
 		m.client.comeBack(ctx, func(ctx context.Context, c *clientv3.Client) error {
-			_, err := m.headOf(ctx, c)
+			_, err := c.Get(ctx, m.configKey(), clientv3.WithCountOnly())
 			return err
 		})
 	}
-}
-
-// head returns the present revision of the store.
-func (m *Manager) head(ctx context.Context) (revision int64, err error) {
-	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
-		revision, err = m.headOf(ctx, c)
-		return err
-	})
-	return revision, err
-}
-
-// headOf makes the request of head, a linearizable read, with c.
-func (m *Manager) headOf(ctx context.Context, c *clientv3.Client) (revision int64, err error) {
-	resp, err := c.Get(ctx, m.configKey(), clientv3.WithCountOnly())
-	if err != nil {
-		return 0, err
-	}
-	return resp.Header.Revision, nil
 }
 
 // awaitRevision waits until the stream has reached a revision or ctx ends, and returns nil. After

@@ -159,21 +159,16 @@ func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []en
 // a refusal for lack of permission proves that it has not.
 func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale []entry) (int64, error) {
 	key := m.dir + own.key
-	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "=", revision)}
+	conditions := unchanged(key, revision)
 	ops := []clientv3.Op{clientv3.OpPut(key, string(own.value), clientv3.WithLease(own.grant.id))}
 	for _, e := range stale {
-		conditions = append(conditions, clientv3.Compare(clientv3.ModRevision(m.dir+e.key), "=", e.modRevision))
+		conditions = append(conditions, unchanged(m.dir+e.key, e.modRevision)...)
 		ops = append(ops, clientv3.OpDelete(m.dir+e.key))
 	}
 
-	var resp *clientv3.TxnResponse
 	m.writes++
 	m.claimKeys(m.own.key, own.key)
-	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
-		resp, err = c.Txn(ctx).If(conditions...).Then(ops...).Commit()
-		return err
-	})
-
+	resp, err := m.txn(ctx, conditions, ops...)
 	switch {
 	case errors.Is(err, rpctypes.ErrPermissionDenied): // the store has answered and written nothing
 		return 0, fmt.Errorf("write %s: %w", key, err)
@@ -194,11 +189,8 @@ func (m *Manager) noteUnanswered(own ownLease) {
 
 // remove deletes the key of e, unless the key has changed since e was read.
 func (m *Manager) remove(ctx context.Context, e entry) error {
-	return m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		key := m.dir + e.key
-		_, err := c.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", e.modRevision)).Then(clientv3.OpDelete(key)).Commit()
-		return err
-	})
+	_, err := m.txn(ctx, unchanged(m.dir+e.key, e.modRevision), clientv3.OpDelete(m.dir+e.key))
+	return err
 }
 
 func logDeleted(ctx context.Context, stale []entry, own ownLease) {

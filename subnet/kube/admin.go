@@ -27,17 +27,11 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
 
-// Entry is one Node in the view of an operator.
-type Entry struct {
-	Lease subnet.Lease
-	Err   error // why Lease has only a Key, or why one family is missing in it; nil if Lease is complete
-}
-
 // Entries lists the leases of all Nodes that flannel manages, sorted by the name of the Node. It
 // also lists those of these Nodes that have no lease, with the reason: the Node has no podCIDRs
 // yet, or its podCIDRs or annotations cannot be used. It uses only AnnotationPrefix of cfg
 // and what locates the API server.
-func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
+func Entries(ctx context.Context, cfg Config) ([]subnet.Entry, error) {
 	p, err := annotation.Prefix(cmp.Or(cfg.AnnotationPrefix, annotation.DefaultPrefix))
 	if err != nil {
 		return nil, fmt.Errorf("annotation prefix %q: %w", cfg.AnnotationPrefix, err)
@@ -53,18 +47,18 @@ func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list nodes: %w", err)
 	}
-	var all []Entry
+	var all []subnet.Entry
 	for _, e := range cache.entries {
 		switch {
 		case e.lease != nil:
-			all = append(all, Entry{*e.lease, e.partialErr})
+			all = append(all, subnet.Entry{Lease: *e.lease, Err: e.partialErr})
 		case e.needsRequest():
-			all = append(all, Entry{subnet.Lease{Key: e.name}, errNoPodCIDR})
+			all = append(all, subnet.Entry{Lease: subnet.Lease{Key: e.name}, Err: errNoPodCIDR})
 		case !errors.Is(e.err, annotation.ErrNotManaged):
-			all = append(all, Entry{subnet.Lease{Key: e.name}, e.err})
+			all = append(all, subnet.Entry{Lease: subnet.Lease{Key: e.name}, Err: e.err})
 		}
 	}
-	slices.SortFunc(all, func(a, b Entry) int { return cmp.Compare(a.Lease.Key, b.Lease.Key) })
+	slices.SortFunc(all, func(a, b subnet.Entry) int { return cmp.Compare(a.Lease.Key, b.Lease.Key) })
 	return all, nil
 }
 
