@@ -89,7 +89,7 @@ func TestRun(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			got, err := mustCommand(t, tc.line, tc.shell).run(t.Context(), input{Env: env, Stdin: tc.stdin}, time.Minute)
+			got, err := mustCommand(t, tc.line, tc.shell).run(t.Context(), input{Env: env, Stdin: tc.stdin}, patience)
 			if err != nil || got != tc.want {
 				t.Errorf("run(%q) = %q, %v, want %q", tc.line, got, err, tc.want)
 			}
@@ -109,7 +109,7 @@ func TestRunFails(t *testing.T) {
 		{`$NO_SUCH_VARIABLE`, "SubnetAddCommand: exec: no command", ""},
 		{`kill -9 $$`, "SubnetAddCommand: signal: killed", ""},
 	} {
-		output, err := mustCommand(t, tc.line, nil).run(t.Context(), input{}, time.Minute)
+		output, err := mustCommand(t, tc.line, nil).run(t.Context(), input{}, patience)
 		if err == nil || !strings.HasPrefix(err.Error(), tc.want) || tc.output != "*" && output != tc.output {
 			t.Errorf("run(%q) = %q, %v, want %q, %s", tc.line, output, err, tc.output, tc.want)
 		}
@@ -117,7 +117,7 @@ func TestRunFails(t *testing.T) {
 }
 
 func TestOutputIsBounded(t *testing.T) {
-	output, err := mustCommand(t, `yes | head -c 1000000`, nil).run(t.Context(), input{}, time.Minute)
+	output, err := mustCommand(t, `yes | head -c 1000000`, nil).run(t.Context(), input{}, patience)
 	if err != nil || len(output) < maxOutput-2 || len(output) > maxOutput {
 		t.Errorf("%d bytes, %v", len(output), err)
 	}
@@ -130,7 +130,7 @@ func TestTimeoutKillsTheGroup(t *testing.T) {
 	line := `sleep 1000 & echo $! > ` + pipe + `; echo waiting; wait`
 	start := time.Now()
 	output, err := mustCommand(t, line, nil).run(t.Context(), input{}, 500*time.Millisecond)
-	if !errors.Is(err, errTimeout) || output != "waiting" || time.Since(start) > 30*time.Second {
+	if !errors.Is(err, errTimeout) || output != "waiting" || time.Since(start) > patience {
 		t.Errorf("after %v: %q, %v", time.Since(start), output, err)
 	}
 	pid, err := os.ReadFile(pipe)
@@ -138,7 +138,7 @@ func TestTimeoutKillsTheGroup(t *testing.T) {
 		t.Fatal(err)
 	}
 	stat := filepath.Join("/proc", strings.TrimSpace(string(pid)), "stat")
-	for deadline := time.Now().Add(30 * time.Second); ; {
+	for deadline := time.Now().Add(patience); ; {
 		text, err := os.ReadFile(stat)
 		if err != nil || strings.Contains(string(text), ") Z ") {
 			break
@@ -154,7 +154,7 @@ func TestEnvironmentOfCommands(t *testing.T) {
 	t.Setenv("FLANNELD_ETCD_USERNAME", "user")
 	t.Setenv("SUBNET", "of the daemon's own environment")
 	output, err := mustCommand(t, `echo "[$FLANNELD_ETCD_PASSWORD][$FLANNELD_ETCD_USERNAME][$SUBNET]"`, nil).
-		run(t.Context(), input{Env: []string{"SUBNET=x"}}, time.Minute)
+		run(t.Context(), input{Env: []string{"SUBNET=x"}}, patience)
 	if err != nil || output != "[][user][x]" {
 		t.Errorf("%q, %v", output, err)
 	}

@@ -29,6 +29,9 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
+// patience is how long a step of a test may take.
+const patience = 10 * time.Second
+
 // node is a host whose commands log their calls.
 type node struct {
 	t      *testing.T
@@ -169,7 +172,7 @@ func set(complete bool, peers ...subnet.Lease) backend.Set {
 func (n *node) expect(want ...string) {
 	n.t.Helper()
 	var text []byte
-	for end := time.Now().Add(time.Minute); ; {
+	for end := time.Now().Add(patience); ; {
 		text, _ = os.ReadFile(filepath.Join(n.dir, "log"))
 		if strings.Count(string(text), "\n") >= len(want) || time.Now().After(end) {
 			break
@@ -618,7 +621,7 @@ func TestAddFails(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(n.dir, "ok"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	deadline := time.Now().Add(time.Minute)
+	deadline := time.Now().Add(patience)
 	for len(n.sync(peer(2, ""), peer(3, ""), peer(4, ""))) > 0 {
 		if time.Now().After(deadline) {
 			t.Fatal("the command does not run again")
@@ -677,7 +680,7 @@ func TestRemoveFails(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(n.dir, "ok"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	deadline := time.Now().Add(time.Minute)
+	deadline := time.Now().Add(patience)
 	for {
 		o, err := n.net.Sync(n.ctx, set(true))
 		if err == nil && o.Again == 0 {
@@ -707,7 +710,7 @@ func TestHangingAdd(t *testing.T) {
 	n.expect("add 10.5.3.0/24", "add 10.5.4.0/24")
 	select {
 	case <-n.net.Changed():
-	case <-time.After(time.Minute):
+	case <-time.After(patience):
 		t.Fatal("the command is not killed")
 	}
 	want := map[string]string{"10.5.2.0-24": "SubnetAddCommand: " + errTimeout.Error()}
@@ -835,7 +838,7 @@ func TestRandomWalk(t *testing.T) {
 		n.sync(slices.Collect(maps.Values(peers))...)
 		_ = os.Remove(broken)
 	}
-	deadline := time.Now().Add(time.Minute)
+	deadline := time.Now().Add(patience)
 	for {
 		o, err := n.net.Sync(n.ctx, set(true, slices.Collect(maps.Values(peers))...))
 		if err != nil {

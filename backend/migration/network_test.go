@@ -638,7 +638,7 @@ func TestBothBackendsPublish(t *testing.T) {
 		p.asked.Send()
 		select {
 		case <-n.(backend.Publisher).Republish():
-		case <-time.After(time.Minute):
+		case <-time.After(10 * time.Second):
 			t.Errorf("backend %d of the migration cannot publish other data", side)
 		}
 	}

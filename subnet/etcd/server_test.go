@@ -30,7 +30,7 @@ import (
 )
 
 const (
-	patience = 20 * time.Second
+	patience = 10 * time.Second
 	endless  = 4 * time.Minute // longer than any step of a test takes on a busy machine
 )
 

@@ -48,7 +48,7 @@ func TestWatchConfigFollowsAConfigMap(t *testing.T) {
 			if diff := cmp.Diff(want, got); diff != "" {
 				t.Error(diff)
 			}
-		case <-time.After(20 * time.Second):
+		case <-time.After(patience):
 			t.Fatalf("the sink of WatchConfig was not called with %q", want)
 		}
 	}

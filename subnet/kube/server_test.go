@@ -29,7 +29,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-const patience = 30 * time.Second
+const patience = 10 * time.Second
 
 // apiserver is the path of the API server.
 const apiserver = "../../bin/tools/kube-apiserver"
@@ -267,7 +267,7 @@ func (s *server) wipe(t *testing.T) {
 }
 
 var adminClient = sync.OnceValue(func() *http.Client {
-	return &http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{
+	return &http.Client{Timeout: patience, Transport: &http.Transport{
 		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true, // a self-signed certificate on loopback
 	}}
 })
@@ -282,7 +282,7 @@ func (s *server) try(method, path string, body any, contentType ...string) (int,
 			return 0, nil, err
 		}
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, method, s.url+path, bytes.NewReader(raw))
 	if err != nil {
@@ -320,7 +320,9 @@ type node struct {
 		Annotations map[string]string
 	}
 	Spec   struct{ PodCIDRs []string }
-	Status struct{ Conditions []nodeCondition }
+	Status struct {
+		Conditions []struct{ Type, Status, Reason, Message string }
+	}
 }
 
 func (s *server) node(t testing.TB, name string) node {

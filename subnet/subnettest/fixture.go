@@ -38,7 +38,7 @@ const (
 	configV4   = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`
 	configDual = `{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`
 	configV6   = `{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`
-	patience   = 20 * time.Second
+	patience   = 10 * time.Second
 )
 
 // claim returns the claim of node n. It has a public address in each family of config.
