@@ -79,13 +79,7 @@ func (l Lease) Next(backendType string) Lease {
 }
 
 // Subnets returns the subnets of all families.
-func (l Lease) Subnets() []netip.Prefix {
-	var ps []netip.Prefix
-	for _, e := range l.Endpoints {
-		ps = append(ps, e.Subnet)
-	}
-	return ps
-}
+func (l Lease) Subnets() []netip.Prefix { return l.Claim().Subnets() }
 
 // Entry is a lease in the view of an operator.
 type Entry struct {
@@ -113,6 +107,15 @@ func (c Claim) Endpoint(f prefix.Family) (e Endpoint, ok bool) {
 		}
 	}
 	return Endpoint{}, false
+}
+
+// Subnets returns the subnets of all endpoints.
+func (c Claim) Subnets() []netip.Prefix {
+	var ps []netip.Prefix
+	for _, e := range c.Endpoints {
+		ps = append(ps, e.Subnet)
+	}
+	return ps
 }
 
 // Next returns the claim that the node would make if it used only its next backend. backendType

@@ -23,11 +23,9 @@ func (p Pool) Usage(leases []Lease) Usage {
 
 	var reserved, all []netip.Prefix
 	for _, l := range leases {
-		for _, e := range l.Endpoints {
-			all = append(all, e.Subnet)
-			if l.Permanent {
-				reserved = append(reserved, e.Subnet)
-			}
+		all = append(all, l.Subnets()...)
+		if l.Permanent {
+			reserved = append(reserved, l.Subnets()...)
 		}
 	}
 

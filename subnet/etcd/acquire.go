@@ -72,11 +72,11 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 
 	switch {
 	case err == nil:
-		m.forWatch.put(l)
+		m.forWatch.Store(&l)
 	case passes(err) && !errors.Is(err, errConflict) && m.writes == writes && len(m.unanswered) == 0:
 		// The list succeeded and only later, small requests failed, so the next try uses l again.
 		// When all hosts start at once, a list for each try would make the store slower.
-		m.forAcquire.put(l)
+		m.forAcquire.Store(&l)
 	default:
 		m.known.Store(nil) // list all leases at the next try: the last known state may be wrong, or a write may have changed the store
 	}
@@ -155,15 +155,8 @@ func (m *Manager) former() []netip.Prefix {
 // Otherwise done is false, and update changes nothing. It does not list other leases, because after a change of the network
 // configuration all hosts call it at once.
 func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) (done bool, err error) {
-	var have, want []netip.Prefix
-	for _, e := range m.own.claim.Endpoints {
-		have = append(have, e.Subnet)
-	}
-
-	for _, e := range c.Endpoints {
-		want = append(want, e.Subnet)
-	}
-	if !m.own.exists() || len(m.unanswered) > 0 || !slices.Equal(have, want) || !fits(pools, have) {
+	have := m.own.claim.Subnets()
+	if !m.own.exists() || len(m.unanswered) > 0 || !slices.Equal(have, c.Subnets()) || !fits(pools, have) {
 		return false, nil
 	}
 

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/netip"
 	"slices"
 	"time"
 
@@ -136,11 +135,7 @@ func (a *Admin) Watch(ctx context.Context, sink func(subnet.Update)) error {
 // the node has another reservation, because the node could take that one. It returns ErrChanged,
 // wrapped, if another client has changed the key.
 func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err error) {
-	var subnets []netip.Prefix
-	for _, e := range c.Endpoints {
-		subnets = append(subnets, e.Subnet)
-	}
-
+	subnets := c.Subnets()
 	key = codec.FormatKey(subnets)
 	value, err := codec.Encode(c)
 	if err != nil {

@@ -283,7 +283,7 @@ func isAnswer(code codes.Code) bool {
 // the first endpoint, or to a later one if the first one did not accept the connection.
 func (c *client) fail(conn *connection) {
 	c.mu.Lock()
-	inUse := c.conn == conn && !c.done
+	inUse := c.conn == conn
 	if inUse {
 		c.conn = nil
 		c.endpoints = append(c.endpoints[1:], c.endpoints[0])
@@ -409,12 +409,9 @@ func (c *client) try(ctx context.Context, deadline time.Duration, request func(c
 func (c *client) renew() {
 	c.mu.Lock()
 	old := c.conn
-	if !c.done {
-		c.conn = nil
-	}
-	done := c.done
+	c.conn = nil
 	c.mu.Unlock()
-	if old != nil && !done {
+	if old != nil {
 		_ = old.Close() // its errors do not matter any more
 	}
 }
@@ -427,7 +424,7 @@ func (c *client) close() error {
 	c.mu.Unlock()
 	c.end()
 	if c.login != nil {
-		c.login.wait()
+		c.login.background.Wait()
 	}
 	if conn == nil {
 		return nil

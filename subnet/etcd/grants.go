@@ -13,10 +13,6 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
-// errNoGrant means that the store does not have an etcd lease: it has expired, was revoked or never
-// existed.
-var errNoGrant = errors.New("etcd lease is gone")
-
 // ensureGrant requests an etcd lease and puts it into spare, unless spare is one already. If a
 // request fails, the next one has the same id, so that the store does not get a second etcd lease.
 // A spare etcd lease belongs to the caller until a key uses it.
@@ -43,7 +39,7 @@ func (m *Manager) ensureGrant(ctx context.Context, spare *grant) error {
 func (m *Manager) grantFor(ctx context.Context, id clientv3.LeaseID, spare *grant) (grant, error) {
 	if id != 0 {
 		g, err := m.renew(ctx, id)
-		if err != nil && !errors.Is(err, errNoGrant) {
+		if err != nil && !errors.Is(err, rpctypes.ErrLeaseNotFound) {
 			return grant{}, err
 		}
 		// The store may grant a longer TTL than requested. An etcd lease that this manager got is
@@ -65,7 +61,7 @@ func forgetIfGone(spare *grant, err error) error {
 	return err
 }
 
-// renew renews an etcd lease. It returns errNoGrant if the store does not have it any more.
+// renew renews an etcd lease. It returns rpctypes.ErrLeaseNotFound, wrapped, if the store does not have it any more.
 func (m *Manager) renew(ctx context.Context, id clientv3.LeaseID) (g grant, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		start := time.Now()
@@ -75,9 +71,6 @@ func (m *Manager) renew(ctx context.Context, id clientv3.LeaseID) (g grant, err 
 		}
 		return err
 	})
-	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
-		return grant{}, errNoGrant
-	}
 	return g, err
 }
 

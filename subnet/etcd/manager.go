@@ -30,9 +30,10 @@ type Manager struct {
 	unanswered []ownLease           // writes of this host's key since own was set, without an answer: the store may have executed one of them, or may still do so
 	writes     int                  // number of writes of this host's key, with or without an answer
 	self       atomic.Pointer[self] // this host's part of the store; never nil
-	// forAcquire contains the listing that the next Acquire uses, and forWatch the one that the
-	// next Watch uses.
-	forAcquire, forWatch stash
+	// forAcquire and forWatch contain a listing that one method has just read, for the next Acquire or Watch. A
+	// start needs three listings, and thousands of leases take time. If the leases have changed since
+	// the listing, a compare-and-swap fails or the watch brings the change.
+	forAcquire, forWatch atomic.Pointer[listing]
 	cache                atomic.Pointer[leaseCache]    // the cache of a Watch that has ended, for the next Watch
 	known                atomic.Pointer[lastKnown]     // see restore
 	replaced             atomic.Bool                   // the store is not the one of the earlier run, and Watch has not published that yet
@@ -49,17 +50,10 @@ var (
 	_ subnet.Observer = (*Manager)(nil)
 )
 
-// stash contains a listing that one method has just read, for the next method that needs one. A
-// start needs three listings, and thousands of leases take time. If the leases have changed since
-// the listing, a compare-and-swap fails or the watch brings the change.
-type stash struct{ atomic.Pointer[listing] }
-
 // stashTime is the maximum age of a listing that is used again. It is long because a start may be
 // slow: the host is slow, or all hosts use the store at once. In the second case, another list
 // would make the store even slower.
 const stashTime = time.Minute
-
-func (s *stash) put(l listing) { s.Store(&l) }
 
 // Close ends the connection. Methods that are still running return an error. Close does nothing for
 // a manager that Network returned.

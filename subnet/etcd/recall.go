@@ -25,7 +25,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	if err != nil {
 		return subnet.Claim{}, err
 	}
-	m.forAcquire.put(l)
+	m.forAcquire.Store(&l)
 	known := identity(own).IsValid()
 	relationOf := m.relationTo(own, nil, others)
 	if !known {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -17,7 +18,7 @@ import (
 // last known state brought up to date, or a new list. s is empty afterwards. A new list makes the
 // last known state superfluous, so listOr removes it. If the store is another one, or the new list has
 // none of the last known leases, listOr sets m.replaced, for Watch.
-func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
+func (m *Manager) listOr(ctx context.Context, s *atomic.Pointer[listing]) (listing, error) {
 	if l := s.Swap(nil); l != nil && time.Since(l.read) < stashTime {
 		return *l, nil
 	}

@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -358,7 +359,7 @@ func TestRestartWithAFailedList(t *testing.T) {
 			m := f.manager(t, func(c *Config) { c.Known = state })
 			page := m.timing.page
 			m.timing.page = time.Nanosecond
-			if _, err := m.listOr(t.Context(), &stash{}); err == nil {
+			if _, err := m.listOr(t.Context(), new(atomic.Pointer[listing])); err == nil {
 				t.Fatal("the list did not fail")
 			}
 			m.timing.page = page
@@ -421,7 +422,7 @@ func TestRestartKnowsAllAtOnce(t *testing.T) {
 
 			f.server = used
 			m := f.manager(t, func(c *Config) { c.Known = state })
-			l, err := m.listOr(t.Context(), &stash{})
+			l, err := m.listOr(t.Context(), new(atomic.Pointer[listing]))
 			if err != nil || !l.restored {
 				t.Fatalf("the listing is the last known state: %v, want true (%v)", l.restored, err)
 			}
@@ -601,10 +602,10 @@ func TestSlowRestartListsNothing(t *testing.T) {
 		}
 		m.timing.request = request
 	}
-	age := func(s *stash) {
+	age := func(s *atomic.Pointer[listing]) {
 		if l := s.Swap(nil); l != nil {
 			l.read = l.read.Add(-2 * stashTime)
-			s.put(*l)
+			s.Store(l)
 		}
 	}
 	for name, tc := range map[string]struct{ beforeAcquire, beforeWatch func(*testing.T, *Manager) }{

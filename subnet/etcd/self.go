@@ -33,32 +33,23 @@ func (s *self) has(e *entry) bool { return s.granted(e) || slices.Contains(s.key
 // granted reports whether e uses an etcd lease of this host.
 func (s *self) granted(e *entry) bool { return e.leased() && slices.Contains(s.grants, e.leaseID) }
 
-// claimKeys sets the keys that may be this host's. Watch must know them before it sees them in the store.
-func (m *Manager) claimKeys(keys ...string) {
-	m.changeSelf(func(s *self) { s.keys = keys })
-}
+// claimKeys sets the keys that may be this host's. Watch must know them before it sees them in the store. The
+// caller holds the lock, because only Watch reads self without it.
+func (m *Manager) claimKeys(keys ...string) { m.self.Store(&self{keys, m.self.Load().grants}) }
 
-// claimGrant adds the id of an etcd lease of this host.
+// claimGrant adds the id of an etcd lease of this host. The caller holds the lock.
 func (m *Manager) claimGrant(id clientv3.LeaseID) {
-	m.changeSelf(func(s *self) { s.grants = append(slices.Clip(s.grants), id) })
-}
-
-func (m *Manager) changeSelf(change func(*self)) {
-	for {
-		before := m.self.Load()
-		after := *before
-		change(&after)
-		if m.self.CompareAndSwap(before, &after) {
-			return
-		}
-	}
+	s := m.self.Load()
+	m.self.Store(&self{s.keys, append(slices.Clip(s.grants), id)})
 }
 
 // Resumed implements subnet.Resumer.
 func (m *Manager) Resumed(own subnet.Lease) {
 	m.resumed.Store(&own)
 	if own.LeaseID != 0 {
+		m.writing <- struct{}{}
 		m.claimGrant(clientv3.LeaseID(own.LeaseID))
+		<-m.writing
 	}
 }
 

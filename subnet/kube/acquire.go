@@ -44,7 +44,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 			continue
 		}
 		m.report(ctx, starting, err)
-		if err := b.Wait(ctx, retryAfter(err)); err != nil {
+		if err := b.Wait(ctx, apiErrorOf(err).retryAfter); err != nil {
 			return subnet.Lease{}, err
 		}
 	}

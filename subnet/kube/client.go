@@ -260,27 +260,21 @@ func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(c
 // returns the error of ctx if ctx has ended. It is for requests with a small answer, and reads at
 // most wire.MaxObject bytes of it. See list and watch for requests with a larger answer.
 func (c *client) call(ctx context.Context, timeout time.Duration, r request) (body []byte, err error) {
-	err = c.patiently(ctx, timeout, func(ctx context.Context) (err error) {
-		body, err = c.callOnce(ctx, r)
-		return err
+	err = c.patiently(ctx, timeout, func(ctx context.Context) error {
+		resp, err := c.do(ctx, r)
+		if err != nil {
+			return err
+		}
+		defer resp.Body.Close()
+		if body, err = io.ReadAll(io.LimitReader(resp.Body, wire.MaxObject)); err != nil {
+			return c.explain(err)
+		}
+		return nil
 	})
 	if ctx.Err() != nil {
 		return nil, ctx.Err()
 	}
 	return body, err
-}
-
-func (c *client) callOnce(ctx context.Context, r request) ([]byte, error) {
-	resp, err := c.do(ctx, r)
-	if err != nil {
-		return nil, err
-	}
-	defer resp.Body.Close()
-	body, err := io.ReadAll(io.LimitReader(resp.Body, wire.MaxObject))
-	if err != nil {
-		return nil, c.explain(err)
-	}
-	return body, nil
 }
 
 // callJSON is like call, and decodes the answer into to.
@@ -297,10 +291,10 @@ func (c *client) callJSON(ctx context.Context, timeout time.Duration, r request,
 type apiError struct {
 	host       string
 	kind       string
-	code       int    // the HTTP status; 0 without an answer
-	message    string // the server's message with the status, or the cause of the failure
-	retryAfter time.Duration
-	tooLarge   bool // the server has not reached the requested resource version
+	code       int           // the HTTP status; 0 without an answer
+	message    string        // the server's message with the status, or the cause of the failure
+	retryAfter time.Duration // the time, at most a minute, that the server asked to wait before the next request
+	tooLarge   bool          // the server has not reached the requested resource version
 	cause      error
 }
 
@@ -316,33 +310,19 @@ func (e *apiError) Unwrap() error { return e.cause }
 func (e *apiError) Kind() string { return e.kind }
 
 // hasCode reports whether err is an answer with one of these HTTP statuses.
-func hasCode(err error, codes ...int) bool {
-	e, ok := errors.AsType[*apiError](err)
-	return ok && slices.Contains(codes, e.code)
-}
+func hasCode(err error, codes ...int) bool { return slices.Contains(codes, apiErrorOf(err).code) }
 
-// isTooLarge reports whether err is the answer of a server that has not reached the requested resource
-// version.
-func isTooLarge(err error) bool {
-	e, ok := errors.AsType[*apiError](err)
-	return ok && e.tooLarge
-}
-
-// retryAfter returns the time, at most a minute, that the server asked to wait before the next
-// request. It is zero if the server did not ask for that.
-func retryAfter(err error) time.Duration {
+// apiErrorOf returns the apiError that err wraps, or the zero one, which has no kind.
+func apiErrorOf(err error) apiError {
 	if e, ok := errors.AsType[*apiError](err); ok {
-		return e.retryAfter
+		return *e
 	}
-	return 0
+	return apiError{}
 }
 
 // passes reports whether a caller tries again after err: after a failure of the API server, and
 // after errEnded.
-func passes(err error) bool {
-	_, ok := errors.AsType[*apiError](err)
-	return ok || errors.Is(err, errEnded)
-}
+func passes(err error) bool { return apiErrorOf(err).kind != "" || errors.Is(err, errEnded) }
 
 // overloaded reports whether err comes from a server that cannot keep up: a refusal with 429, 503
 // or 504, or no answer before the deadline.

@@ -97,7 +97,8 @@ func (r *eventSender) createOnce(ctx context.Context, e event) {
 // and the server refuses the second one.
 func (r *eventSender) sendNow(ctx context.Context, uid, reason, message string) {
 	name := *r.name.Load()
-	event := strings.TrimRight(name[:min(len(name), maxEventName)], ".-") + "." + hashOf(uid, reason, message)
+	sum := sha256.Sum256([]byte(strings.Join([]string{uid, reason, message}, "\x00")))
+	event := strings.TrimRight(name[:min(len(name), maxEventName)], ".-") + "." + hex.EncodeToString(sum[:8])
 	now := time.Now().UTC().Truncate(time.Second)
 	body, err := json.Marshal(map[string]any{
 		"apiVersion": "v1", "kind": "Event",
@@ -116,10 +117,4 @@ func (r *eventSender) sendNow(ctx context.Context, uid, reason, message string) 
 	if err != nil {
 		klog.FromContext(ctx).V(2).Info("no Event was made", "reason", reason, "cause", err.Error())
 	}
-}
-
-// hashOf returns a text of 16 hexadecimal digits, which differs for different texts.
-func hashOf(texts ...string) string {
-	sum := sha256.Sum256([]byte(strings.Join(texts, "\x00")))
-	return hex.EncodeToString(sum[:8])
 }

@@ -14,12 +14,7 @@ import (
 type nodeRequest struct {
 	query
 	names []string
-}
-
-// fetched is the answer to a request. found has the Nodes in the answer, by name.
-type fetched struct {
-	nodeRequest
-	found map[string]*ownNode
+	found map[string]*ownNode // the Nodes in the answer, by name
 }
 
 const (
@@ -45,7 +40,7 @@ func (c *nodeCache) requests(names []string) []nodeRequest {
 			labelled = append(labelled, name)
 			continue
 		}
-		all = append(all, nodeRequest{query{name: name, revision: c.ifUpToDate(e.version)}, []string{name}})
+		all = append(all, nodeRequest{query: query{name: name, revision: c.ifUpToDate(e.version)}, names: []string{name}})
 	}
 
 	for chunk := range slices.Chunk(labelled, together) {
@@ -69,30 +64,26 @@ func (c *nodeCache) ifUpToDate(revision int64) int64 {
 }
 
 // requestOnce sends one request for Nodes.
-func (m *Manager) requestOnce(ctx context.Context, a nodeRequest) (fetched, error) {
-	got := fetched{a, make(map[string]*ownNode, len(a.names))}
-	if _, err := m.readNodes(ctx, a.query, func(name string, s *ownNode) { got.found[name] = s }); err != nil {
-		return fetched{}, fmt.Errorf("read node %s: %w", a, err)
+func (m *Manager) requestOnce(ctx context.Context, a *nodeRequest) error {
+	a.found = make(map[string]*ownNode, len(a.names))
+	if _, err := m.readNodes(ctx, a.query, func(name string, s *ownNode) { a.found[name] = s }); err != nil {
+		return fmt.Errorf("read node %s: %w", a, err)
 	}
-	return got, nil
+	return nil
 }
 
-// requestAll sends requests, several at a time, and returns all answers.
-func (m *Manager) requestAll(ctx context.Context, requests []nodeRequest) ([]fetched, error) {
-	answers := make([]fetched, len(requests))
+// requestAll sends requests, several at a time.
+func (m *Manager) requestAll(ctx context.Context, requests []nodeRequest) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(fetchers)
-	for i, a := range requests {
-		group.Go(func() (err error) {
-			answers[i], err = m.requestOnce(ctx, a)
-			return err
-		})
+	for i := range requests {
+		group.Go(func() error { return m.requestOnce(ctx, &requests[i]) })
 	}
-	return answers, group.Wait()
+	return group.Wait()
 }
 
 // String returns the names of the Nodes, or the first one and the number of the others.
-func (a nodeRequest) String() string {
+func (a *nodeRequest) String() string {
 	if len(a.names) > 1 {
 		return fmt.Sprintf("%s and %d others", a.names[0], len(a.names)-1)
 	}
@@ -103,10 +94,10 @@ func (a nodeRequest) String() string {
 // selects several Nodes by their label kubernetes.io/hostname, and the label may have changed
 // since. The next request for a missing Node is by its name. isMissing reports false for the answer
 // to a request by name.
-func (got fetched) isMissing(name string) bool { return got.hosts != nil && got.found[name] == nil }
+func (a *nodeRequest) isMissing(name string) bool { return a.hosts != nil && a.found[name] == nil }
 
 // applyAnswer puts the podCIDRs in the answer to a request for Nodes into the cache.
-func (c *nodeCache) applyAnswer(got fetched) {
+func (c *nodeCache) applyAnswer(got *nodeRequest) {
 	for _, name := range got.names {
 		e := c.entries[name]
 		s := got.found[name]

@@ -87,7 +87,7 @@ func TestLabelHasChanged(t *testing.T) {
 	if got := requests[2].values().Get("labelSelector"); got != wire.HostnameLabel+" in (h200)" {
 		t.Errorf("the selector is %q", got)
 	}
-	cache.applyAnswer(fetched{requests[0], map[string]*ownNode{}})
+	cache.applyAnswer(&requests[0])
 	again := cache.requests(names[:together])
 	if len(again) != together || again[3].name != "n3" || again[3].revision != 4 || again[3].hosts != nil {
 		t.Errorf("%d requests after that: %+v", len(again), again)

@@ -74,7 +74,14 @@ func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet
 
 	ended := make(chan error, 1)
 	q := query{metadata: true, revision: cache.store.Revision}
-	f.wg.Go(func() { ended <- m.client.watch(ctx, m.decoder, q, alive, f.events(ctx)) })
+	on := func(e wire.Event) error {
+		applied := make(chan error)
+		if !f.post(ctx, func() { applied <- f.apply(ctx, e) }) {
+			return ctx.Err()
+		}
+		return <-applied // the event is valid until on returns
+	}
+	f.wg.Go(func() { ended <- m.client.watch(ctx, m.decoder, q, alive, on) })
 	return f.run(ctx, ended)
 }
 
@@ -105,21 +112,6 @@ func (f *follower) post(ctx context.Context, act func()) bool {
 		return true
 	case <-ctx.Done():
 		return false
-	}
-}
-
-// events returns a function for the events of the watch. An event is valid until that function returns, so the
-// function waits until the event is applied.
-func (f *follower) events(ctx context.Context) func(wire.Event) error {
-	var event wire.Event
-	applied := make(chan error)
-	apply := func() { applied <- f.apply(ctx, event) }
-	return func(e wire.Event) error {
-		event = e
-		if !f.post(ctx, apply) {
-			return ctx.Err()
-		}
-		return <-applied
 	}
 }
 
@@ -193,8 +185,8 @@ func (f *follower) flush(ctx context.Context) {
 	spread := f.interval()
 	for _, a := range f.cache.requests(names) {
 		f.wg.Go(func() {
-			if got, err := f.fetch(ctx, a, spread); err == nil {
-				f.post(ctx, func() { f.answered(ctx, got) })
+			if err := f.fetch(ctx, &a, spread); err == nil {
+				f.post(ctx, func() { f.answered(ctx, &a) })
 			}
 		})
 	}
@@ -202,12 +194,12 @@ func (f *follower) flush(ctx context.Context) {
 
 // fetch sends a request again and again until it is answered or ctx ends. A random time up to spread is added
 // to each pause, so that daemons which a server has refused together do not repeat their requests together.
-func (f *follower) fetch(ctx context.Context, a nodeRequest, spread time.Duration) (got fetched, err error) {
+func (f *follower) fetch(ctx context.Context, a *nodeRequest, spread time.Duration) error {
 	select {
 	case f.slots <- struct{}{}:
 		defer func() { <-f.slots }()
 	case <-ctx.Done():
-		return fetched{}, ctx.Err()
+		return ctx.Err()
 	}
 
 	// The request is an activity of its own, because the watch works at the same time.
@@ -215,15 +207,15 @@ func (f *follower) fetch(ctx context.Context, a nodeRequest, spread time.Duratio
 	defer f.outage.Forget(activity)
 	b := f.backoff()
 	for failed := false; ; failed = true {
-		got, err = f.requestOnce(ctx, a)
+		err := f.requestOnce(ctx, a)
 		if err != nil || failed {
 			f.report(ctx, activity, err)
 		}
 		if err == nil {
-			return got, nil
+			return nil
 		}
-		if err := b.Wait(ctx, retryAfter(err)+f.client.random(spread)); err != nil {
-			return fetched{}, err
+		if err := b.Wait(ctx, apiErrorOf(err).retryAfter+f.client.random(spread)); err != nil {
+			return err
 		}
 	}
 }
@@ -231,7 +223,7 @@ func (f *follower) fetch(ctx context.Context, a nodeRequest, spread time.Duratio
 // answered applies an answer to the cache. It requests a Node again if its podCIDRs are still
 // not known and one of these is true: the Node has changed since the request, or a request by label
 // has not found it.
-func (f *follower) answered(ctx context.Context, got fetched) {
+func (f *follower) answered(ctx context.Context, got *nodeRequest) {
 	f.cache.applyAnswer(got)
 	for _, name := range got.names {
 		again := f.requested[name]

@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/netip"
 	"sync"
 	"time"
 
@@ -67,7 +66,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 		}
 
 		m.report(ctx, maintaining, err)
-		if err := b.Wait(ctx, retryAfter(err)); err != nil {
+		if err := b.Wait(ctx, apiErrorOf(err).retryAfter); err != nil {
 			return err
 		}
 	}
@@ -175,8 +174,8 @@ func (k *keeper) ensure(ctx context.Context, s *ownNode) (restored bool, err err
 	case t == nil:
 		return false, nil
 	case t.lost:
-		k.events.sendNow(ctx, s.uid, "FlannelSubnetChanged", fmt.Sprintf("podCIDRs are %v now and were %v", s.cidrs, subnets(*k.own.Load())))
-		return false, fmt.Errorf("%w: node %s has podCIDRs %v now, and had %v", subnet.ErrLeaseLost, name, s.cidrs, subnets(*k.own.Load()))
+		k.events.sendNow(ctx, s.uid, "FlannelSubnetChanged", fmt.Sprintf("podCIDRs are %v now and were %v", s.cidrs, k.own.Load().Subnets()))
+		return false, fmt.Errorf("%w: node %s has podCIDRs %v now, and had %v", subnet.ErrLeaseLost, name, s.cidrs, k.own.Load().Subnets())
 	}
 
 	k.warnIgnored(ctx, t.wrong)
@@ -195,14 +194,6 @@ func (k *keeper) ensure(ctx context.Context, s *ownNode) (restored bool, err err
 		restored = true
 	}
 	return restored, nil
-}
-
-func subnets(c subnet.Claim) []netip.Prefix {
-	var ps []netip.Prefix
-	for _, e := range c.Endpoints {
-		ps = append(ps, e.Subnet)
-	}
-	return ps
 }
 
 // await watches this host's Node from the revision of s, the Node as it was read before. It returns

@@ -423,7 +423,7 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 	same("in the end", "node4", "node5", "node6", "node7")
 }
 
-// TestTooLargeIsRecognised expects that isTooLarge recognizes the answer in each of its forms.
+// TestTooLargeIsRecognised expects that tooLarge recognizes the answer in each of its forms.
 // Servers before 1.18.6 name no cause, and all servers answer a request for metadata in JSON.
 func TestTooLargeIsRecognised(t *testing.T) {
 	status := func(message string, causes ...metav1.CauseType) []byte {
@@ -461,7 +461,7 @@ func TestTooLargeIsRecognised(t *testing.T) {
 			c := &client{random: randomTime, base: base, http: s.Client()}
 			_, err = c.do(t.Context(), request{})
 			e, ok := errors.AsType[*apiError](err)
-			if !ok || e.code != 504 || isTooLarge(err) != tt.want || e.retryAfter != time.Second {
+			if !ok || e.code != 504 || apiErrorOf(err).tooLarge != tt.want || e.retryAfter != time.Second {
 				t.Errorf("got %+v, want a resource version that is too large: %v", err, tt.want)
 			}
 		})

@@ -141,9 +141,11 @@ func (c *nodeCache) successor() *nodeCache {
 // full means that n contains the spec. put reports whether the former cache has this Node.
 func (c *nodeCache) put(n *wire.Node, full bool, old *nodeCache) (same bool) {
 	e := &entry{name: string(n.Name)}
-	if known := old.entries[e.name]; known != nil && known.isNode(n) {
-		*e = *known
-		same = true
+	if known := old.entries[e.name]; known != nil {
+		e.loggedProblem = known.loggedProblem
+		if same = known.isNode(n); same {
+			*e = *known
+		}
 	}
 	c.entries[e.name] = e
 	c.set(e, n, full)
@@ -368,7 +370,7 @@ func (c *nodeCache) publish(ctx context.Context, name string, sink func(subnet.U
 	switch {
 	case e == nil:
 		changed[name] = nil
-	case c.logUnreadable(ctx, name, e, e), e.fresh:
+	case c.logUnreadable(ctx, e), e.fresh:
 		if e.fresh {
 			changed[name] = e.lease // if it has none, another Node of that name may have had one
 		}
@@ -426,27 +428,22 @@ func (e *entry) problem() string {
 
 // logUnreadable logs when a Node becomes unreadable, when the reason changes, and when the Node can
 // be read again. It reports whether one of these happened.
-func (c *nodeCache) logUnreadable(ctx context.Context, name string, before, now *entry) bool {
-	if before != nil && before != now {
-		now.loggedProblem = before.loggedProblem
-	}
-
-	problem := now.problem()
-	if problem == now.loggedProblem {
+func (c *nodeCache) logUnreadable(ctx context.Context, e *entry) bool {
+	problem := e.problem()
+	if problem == e.loggedProblem {
 		return false
 	}
 
-	now.loggedProblem = problem
-
+	e.loggedProblem = problem
 	log, ok := c.problems.Next(klog.FromContext(ctx))
 	switch {
 	case !ok:
 	case problem == "":
-		log.Info("node can be read again", "node", name)
-	case now.err == nil:
-		log.Error(nil, "node can be read in part only; the rest keeps its last good state, if it has one", "node", name, "reason", problem)
+		log.Info("node can be read again", "node", e.name)
+	case e.err == nil:
+		log.Error(nil, "node can be read in part only; the rest keeps its last good state, if it has one", "node", e.name, "reason", problem)
 	default:
-		log.Error(nil, "node cannot be read, and keeps its last good state", "node", name, "reason", problem)
+		log.Error(nil, "node cannot be read, and keeps its last good state", "node", e.name, "reason", problem)
 	}
 	return true
 }

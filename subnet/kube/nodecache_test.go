@@ -71,7 +71,7 @@ func (w *randomStore) event(kind string, n *corev1.Node) {
 // cache.
 func (w *randomStore) answer() {
 	for _, name := range w.v.missing() {
-		got := fetched{nodeRequest{names: []string{name}}, map[string]*ownNode{}}
+		got := &nodeRequest{names: []string{name}, found: map[string]*ownNode{}}
 		if n := w.nodes[name]; n != nil {
 			got.found[name] = newOwnNode(wiretest.Decode(w.t, w.d, n, false), 0)
 		}
@@ -152,10 +152,12 @@ func TestNodesDoNotFillTheLog(t *testing.T) {
 	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
 	ctx := klog.NewContext(t.Context(), logger)
 	cache := (&Manager{}).newNodeCache(ctx)
-	good, bad := &entry{}, &entry{err: errors.New("wrong")}
+	e := &entry{name: "n1"}
 	for range 2 * loglimit.Many {
-		cache.logUnreadable(ctx, "n1", good, bad)
-		cache.logUnreadable(ctx, "n1", bad, good)
+		e.err = errors.New("wrong")
+		cache.logUnreadable(ctx, e)
+		e.err = nil
+		cache.logUnreadable(ctx, e)
 	}
 	log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
 	if n := strings.Count(log, "n1"); n != loglimit.Many {
@@ -318,7 +320,7 @@ func TestClaimed(t *testing.T) {
 	event(wire.Modified, first, "9")
 	claimed("another address", "n1", 9)
 	event(wire.Added, second, "10")
-	cache.applyAnswer(fetched{nodeRequest{names: []string{"n2"}}, map[string]*ownNode{"n2": newOwnNode(wiretest.Decode(t, d, second, false), 0)}})
+	cache.applyAnswer(&nodeRequest{names: []string{"n2"}, found: map[string]*ownNode{"n2": newOwnNode(wiretest.Decode(t, d, second, false), 0)}})
 	claimed("a new Node", "n2", 10)
 	list(first, "11")
 	claimed("another list", "n1", 9)

@@ -236,24 +236,14 @@ func (m *Manager) annotate(ctx context.Context, name string, changes map[string]
 	return nil
 }
 
-// nodeCondition is a condition in the form of the API.
-type nodeCondition struct {
-	Type               string    `json:"type"`
-	Status             string    `json:"status"`
-	LastHeartbeatTime  time.Time `json:"lastHeartbeatTime"`
-	LastTransitionTime time.Time `json:"lastTransitionTime"`
-	Reason             string    `json:"reason"`
-	Message            string    `json:"message"`
-}
-
 // announce sets the condition NetworkUnavailable of this host's Node to False.
 func (m *Manager) announce(ctx context.Context, name string) error {
 	now := time.Now().UTC().Truncate(time.Second)
-	c := nodeCondition{
-		Type: wire.NetworkUnavailable, Status: "False", LastHeartbeatTime: now, LastTransitionTime: now,
-		Reason: "FlannelIsUp", Message: "Flannel is running on this node",
+	condition := map[string]any{
+		"type": wire.NetworkUnavailable, "status": "False", "lastHeartbeatTime": now, "lastTransitionTime": now,
+		"reason": "FlannelIsUp", "message": "Flannel is running on this node",
 	}
-	if err := m.patch(ctx, name, map[string]any{"status": map[string]any{"conditions": []nodeCondition{c}}}); err != nil {
+	if err := m.patch(ctx, name, map[string]any{"status": map[string]any{"conditions": []any{condition}}}); err != nil {
 		return fmt.Errorf("set condition %s of node %s: %w", wire.NetworkUnavailable, name, err)
 	}
 	return nil

@@ -6,7 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
@@ -28,27 +30,17 @@ func podCIDRs(n *wire.Node) ([]netip.Prefix, error) {
 		texts = [][]byte{n.PodCIDR}
 	}
 
-	var found [2]netip.Prefix
+	var found []netip.Prefix
 	for _, text := range texts {
 		p, err := netip.ParsePrefix(string(text))
 		if err != nil || p.Addr().Is4In6() || p.Bits() == 0 {
 			return nil, fmt.Errorf("podCIDR %q is not a subnet", subnet.Shorten(string(text)))
 		}
-		i := 0
-		if p.Addr().Is6() {
-			i = 1
+		if other, ok := prefix.OfFamily(found, prefix.FamilyOf(p.Addr())); ok {
+			return nil, fmt.Errorf("it has two podCIDRs of one family, %s and %s", other, p)
 		}
-		if found[i].IsValid() {
-			return nil, fmt.Errorf("it has two podCIDRs of one family, %s and %s", found[i], p)
-		}
-		found[i] = p.Masked()
+		found = append(found, p.Masked())
 	}
-
-	var out []netip.Prefix
-	for _, p := range found {
-		if p.IsValid() {
-			out = append(out, p)
-		}
-	}
-	return out, nil
+	slices.SortFunc(found, netip.Prefix.Compare) // IPv4 first
+	return found, nil
 }

@@ -30,7 +30,7 @@ func (m *Manager) warnPolicies(ctx context.Context) {
 					"without another program that does they have no effect", "example", name)
 			}
 			return
-		case b.Wait(ctx, retryAfter(err)) != nil:
+		case b.Wait(ctx, apiErrorOf(err).retryAfter) != nil:
 			return
 		}
 	}

@@ -102,12 +102,8 @@ func (m *Manager) recalled(s *ownNode) subnet.Claim {
 			continue
 		}
 		e := subnet.Endpoint{Subnet: cidr, PublicIP: public}
-		if e.Data, err = annotation.ParseData(n[of.Data].Text); err != nil {
-			e.Data = nil
-		}
-		if e.NextData, err = annotation.ParseData(n[of.NextData].Text); err != nil {
-			e.NextData = nil
-		}
+		e.Data, _ = annotation.ParseData(n[of.Data].Text) // nil if it cannot be read
+		e.NextData, _ = annotation.ParseData(n[of.NextData].Text)
 		c.Endpoints = append(c.Endpoints, e)
 	}
 	if len(c.Endpoints) == 0 {

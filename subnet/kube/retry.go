@@ -39,7 +39,7 @@ func (m *Manager) retry(ctx context.Context, f func() error) error {
 		if !passes(err) {
 			return err
 		}
-		if err := b.Wait(ctx, retryAfter(err)); err != nil {
+		if err := b.Wait(ctx, apiErrorOf(err).retryAfter); err != nil {
 			return err
 		}
 	}

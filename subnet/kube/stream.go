@@ -74,7 +74,7 @@ func (q query) values() url.Values {
 // older than the nodeCache.
 func (c *client) list(ctx context.Context, d *wire.Decoder, q query, on func(*wire.Node)) (listing, error) {
 	l, err := c.listOnce(ctx, d, q, on)
-	if q.revision == 0 || q.exact || !isTooLarge(err) {
+	if q.revision == 0 || q.exact || !apiErrorOf(err).tooLarge {
 		return l, err
 	}
 	level := 0
@@ -186,13 +186,13 @@ func (c *client) watch(ctx context.Context, d *wire.Decoder, q query, alive func
 		err = c.events(resp.Body, d, on)
 	}
 
-	e, _ := errors.AsType[*apiError](err)
+	e := apiErrorOf(err)
 	switch {
 	case outer.Err() != nil:
 		return outer.Err()
-	case e != nil && e.code == http.StatusGone:
+	case e.code == http.StatusGone:
 		return errRelist
-	case begun && e != nil && e.code == 0, err == nil && time.Since(start) < lasts-time.Second:
+	case begun && e.kind != "" && e.code == 0, err == nil && time.Since(start) < lasts-time.Second:
 		return errEnded // the next request shows the reason
 	}
 	return err

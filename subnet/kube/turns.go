@@ -24,11 +24,10 @@ import (
 //
 // If the server is always slow, a host stops waiting after the time in most.
 type turns struct {
-	m      *Manager
-	begun  time.Time     // when the host began to wait; zero if it does not
-	most   time.Duration // how long the host waits at most
-	factor int           // maximum of the next pause, as a multiple of timing.spread for each Node
-	ended  time.Time     // when the last pause ended
+	m     *Manager
+	begun time.Time     // when the host began to wait; zero if it does not
+	most  time.Duration // how long the host waits at most
+	ended time.Time     // when the last pause ended
 }
 
 const (
@@ -56,7 +55,7 @@ func (t *turns) check() error {
 // request. known is the number of Nodes in the last known state. wait returns the error of ctx if
 // ctx ends first.
 func (t *turns) wait(ctx context.Context, known int, err error) error {
-	err = wait.For(ctx, max(retryAfter(err), t.m.timing.backoffMin)+t.pause(ctx, known, err))
+	err = wait.For(ctx, max(apiErrorOf(err).retryAfter, t.m.timing.backoffMin)+t.pause(ctx, known, err))
 	t.ended = time.Now()
 	return err
 }
@@ -75,16 +74,15 @@ func (t *turns) pause(ctx context.Context, known int, err error) time.Duration {
 	}
 
 	each := time.Duration(n) * t.m.timing.spread
+	longest := maxFactor * each
 	if t.begun.IsZero() {
+		longest = minFactor * each
 		t.begun = time.Now()
-		t.factor = minFactor
 		t.most = sumFactor * each
 		klog.FromContext(ctx).Info("the API server is busy, waiting before all nodes are listed", "nodes", n, "most", t.most)
 	}
 
-	pause := t.m.client.random(time.Duration(t.factor) * each)
-	t.factor = min(2*t.factor, maxFactor)
-	return pause
+	return t.m.client.random(longest)
 }
 
 // reset must be called after a list. It ends the wait, so that the next wait begins with a short

@@ -84,7 +84,7 @@ func (m *Manager) afterFailure(ctx context.Context, cache *nodeCache, t *turns, 
 
 	default:
 		m.report(ctx, watching, err)
-		return b.Wait(ctx, retryAfter(err))
+		return b.Wait(ctx, apiErrorOf(err).retryAfter)
 	}
 }
 
@@ -131,8 +131,8 @@ func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink f
 		klog.FromContext(ctx).Error(nil, "the Kubernetes API is not the store it was", "was", cache.store, "is", next.store)
 	}
 
-	for name, e := range next.entries {
-		cache.logUnreadable(ctx, name, cache.entries[name], e)
+	for _, e := range next.entries {
+		cache.logUnreadable(ctx, e)
 	}
 	*cache = *next
 	cache.publishAll(sink)
@@ -162,9 +162,9 @@ func (m *Manager) list(ctx context.Context, cache *nodeCache, s *ownNode) (*node
 		return m.listAs(ctx, cache, s, query{revision: next.ifUpToDate(required)})
 	}
 
-	answers, err := m.requestAll(ctx, requests)
-	for _, got := range answers {
-		next.applyAnswer(got)
+	err = m.requestAll(ctx, requests)
+	for i := range requests {
+		next.applyAnswer(&requests[i])
 	}
 	return next, err
 }

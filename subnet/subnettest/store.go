@@ -173,15 +173,10 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 }
 
 func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, error) {
-	var wanted, taken []netip.Prefix
-	for _, e := range c.Endpoints {
-		wanted = append(wanted, e.Subnet)
-	}
-
-	wanted = append(wanted, m.previous...)
+	var taken []netip.Prefix
 	var stale []string
 	for key, r := range m.store.leases {
-		subnets := subnetsOf(r.lease)
+		subnets := r.lease.Subnets()
 		if r.broken || !hasPublicIP(r.lease, c) && key != m.own {
 			taken = append(taken, subnets...)
 			continue
@@ -197,7 +192,7 @@ func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, er
 		stale = append(stale, key)
 	}
 
-	subnets, err := subnet.Allocate(pools, wanted, taken)
+	subnets, err := subnet.Allocate(pools, append(c.Subnets(), m.previous...), taken)
 	if err != nil {
 		return subnet.Lease{}, err
 	}
@@ -209,14 +204,6 @@ func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, er
 	l.Expires = time.Now().Add(subnet.TTL)
 	m.store.put(l)
 	return m.store.leases[l.Key].lease, nil
-}
-
-func subnetsOf(l subnet.Lease) []netip.Prefix {
-	var subnets []netip.Prefix
-	for _, e := range l.Endpoints {
-		subnets = append(subnets, e.Subnet)
-	}
-	return subnets
 }
 
 func leaseOn(subnets []netip.Prefix, c subnet.Claim) subnet.Lease {

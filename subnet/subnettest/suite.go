@@ -81,7 +81,7 @@ func testAcquire(t *testing.T, b Backing, config string) {
 			t.Errorf("node %d has %+v, want one that expires: %v", n+1, l, b.Allocates())
 		}
 		for _, other := range leases[1 : n+1] {
-			if slices.ContainsFunc(subnetsOf(l), func(s netip.Prefix) bool { return slices.ContainsFunc(subnetsOf(other), s.Overlaps) }) {
+			if slices.ContainsFunc(l.Subnets(), func(s netip.Prefix) bool { return slices.ContainsFunc(other.Subnets(), s.Overlaps) }) {
 				t.Errorf("%v and %v overlap", l, other)
 			}
 		}
@@ -155,7 +155,7 @@ func checkLease(t *testing.T, config string, n int, l subnet.Lease) {
 		t.Fatal(err)
 	}
 	want := claim(config, n)
-	if !slices.EqualFunc(pools, subnetsOf(l), subnet.Pool.Contains) || l.BackendType != want.BackendType || !sameData(l.Endpoints, want.Endpoints) {
+	if !slices.EqualFunc(pools, l.Subnets(), subnet.Pool.Contains) || l.BackendType != want.BackendType || !sameData(l.Endpoints, want.Endpoints) {
 		t.Errorf("node %d has %+v, want one for %+v in %v", n, l, want, pools)
 	}
 	if l.Key == "" || l.Order == 0 {
