@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Package subnettest contains the conformance suite that every subnet.Manager must pass, and what tests of
+// managers need.
 package subnettest
 
 import (
@@ -62,4 +64,14 @@ func Acquire(ctx context.Context, m subnet.Manager, c subnet.Claim) (subnet.Leas
 		return subnet.Lease{}, err
 	}
 	return m.Acquire(ctx, cfg, c)
+}
+
+// Pointers returns pointers to the given leases, without copying them, in the form that
+// snapshots use.
+func Pointers(leases ...subnet.Lease) []*subnet.Lease {
+	all := make([]*subnet.Lease, len(leases))
+	for i := range leases {
+		all[i] = &leases[i]
+	}
+	return all
 }

@@ -25,7 +25,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
-	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 // inNamespace is set in a process that has a network namespace of its own.
@@ -346,7 +345,7 @@ func repeatInNamespace(t *testing.T) {
 // walk is a host whose network changes its phase.
 type walk struct {
 	t        *testing.T
-	store    *subnettest.Store
+	store    *memoryStore
 	dir      string
 	phases   chan Phase
 	last     Phase             // "" before the first
@@ -360,7 +359,7 @@ type walk struct {
 }
 
 func newWalk(t *testing.T) *walk {
-	w := &walk{t: t, store: subnettest.NewStore(), dir: t.TempDir(), phases: make(chan Phase, 100), walked: map[[2]Phase]bool{}}
+	w := &walk{t: t, store: newMemoryStore(), dir: t.TempDir(), phases: make(chan Phase, 100), walked: map[[2]Phase]bool{}}
 	w.gate.set(false)
 	w.watch.set(false)
 	// A veth pair has a carrier. A dummy device may be missing from the kernel.
@@ -521,7 +520,7 @@ func (g *gate) pass(ctx context.Context) error {
 
 // gatedStore is a store that can be unavailable.
 type gatedStore struct {
-	*subnettest.Manager
+	*memoryManager
 	gate, watch *gate
 }
 
@@ -530,7 +529,7 @@ func (s gatedStore) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	if err := s.watch.pass(ctx); err != nil {
 		return err
 	}
-	return s.Manager.Watch(ctx, sink)
+	return s.memoryManager.Watch(ctx, sink)
 }
 
 // Config implements subnet.Manager.
@@ -538,7 +537,7 @@ func (s gatedStore) Config(ctx context.Context) (subnet.Config, error) {
 	if err := s.gate.pass(ctx); err != nil {
 		return subnet.Config{}, err
 	}
-	return s.Manager.Config(ctx)
+	return s.memoryManager.Config(ctx)
 }
 
 // Reconnect implements Store.

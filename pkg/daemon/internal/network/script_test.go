@@ -38,7 +38,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/report/metrics"
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 // TestScripts runs the scripts in testdata. Each is the life of one network on one host, and prints its phases and
@@ -52,7 +51,7 @@ func TestScripts(t *testing.T) {
 
 func runScript(t *testing.T, script string) string {
 	s := &scriptedHost{
-		T: t, start: time.Now(), dir: t.TempDir(), store: subnettest.NewStore(), kernel: dataplanetest.New(),
+		T: t, start: time.Now(), dir: t.TempDir(), store: newMemoryStore(), kernel: dataplanetest.New(),
 		uplink: link(1500, "192.0.2.1"), uplinkIsThere: true, failing: map[string]bool{},
 	}
 	defer s.stop()
@@ -67,7 +66,7 @@ type scriptedHost struct {
 	scripttest.Transcript
 	start   time.Time
 	dir     string
-	store   *subnettest.Store
+	store   *memoryStore
 	kernel  *dataplanetest.Kernel
 	network *Network
 	end     func() // ends the network, and waits for that; nil while it does not run
@@ -340,7 +339,7 @@ const leaseTime = 17 * time.Millisecond
 
 // scriptedStore is a store that may not answer.
 type scriptedStore struct {
-	*subnettest.Manager
+	*memoryManager
 	*scriptedHost
 }
 
@@ -364,14 +363,14 @@ func (s scriptedStore) Config(ctx context.Context) (subnet.Config, error) {
 	if err := s.answer(ctx, answerTime); err != nil {
 		return subnet.Config{}, err
 	}
-	return s.Manager.Config(ctx)
+	return s.memoryManager.Config(ctx)
 }
 
 func (s scriptedStore) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
 	if err := s.answer(ctx, answerTime); err != nil {
 		return subnet.Claim{}, err
 	}
-	return s.Manager.Recall(ctx, own)
+	return s.memoryManager.Recall(ctx, own)
 }
 
 func (s scriptedStore) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim) (own subnet.Lease, err error) {
@@ -380,7 +379,7 @@ func (s scriptedStore) Acquire(ctx context.Context, cfg subnet.Config, c subnet.
 		return own, err
 	}
 	s.mu.Lock() // until held has the lease, which Keep compares with what the store has
-	if own, err = s.Manager.Acquire(ctx, cfg, c); err == nil {
+	if own, err = s.memoryManager.Acquire(ctx, cfg, c); err == nil {
 		s.held = own
 	}
 	s.mu.Unlock()
@@ -397,7 +396,7 @@ func (s scriptedStore) Watch(ctx context.Context, sink func(subnet.Update)) erro
 	if err := s.answer(ctx, answerTime); err != nil {
 		return err
 	}
-	return s.Manager.Watch(ctx, sink)
+	return s.memoryManager.Watch(ctx, sink)
 }
 
 func (s scriptedStore) WatchConfig(ctx context.Context, sink func([]byte)) error {
@@ -405,7 +404,7 @@ func (s scriptedStore) WatchConfig(ctx context.Context, sink func([]byte)) error
 		return err
 	}
 	last := "none"
-	return s.Manager.WatchConfig(ctx, func(text []byte) {
+	return s.memoryManager.WatchConfig(ctx, func(text []byte) {
 		if string(text) != last { // other changes of the store are not of interest
 			last = string(text)
 			sink(text)
@@ -418,7 +417,7 @@ func (s scriptedStore) Keep(ctx context.Context, own subnet.Lease) error {
 		return err
 	}
 	for {
-		err := s.Manager.Keep(ctx, own)
+		err := s.memoryManager.Keep(ctx, own)
 		s.mu.Lock()
 		now := s.held
 		s.mu.Unlock()

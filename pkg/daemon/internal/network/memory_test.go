@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package subnettest contains a store in memory, with managers that behave like the real
-// ones, and the conformance suite that every subnet.Manager must pass.
-package subnettest
+package network
 
 import (
 	"context"
@@ -11,70 +9,72 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"testing"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// Store is a store in memory. It is safe for concurrent use.
-type Store struct {
-	mu       sync.Mutex
+// memoryStore is a store in memory, with managers that behave like the real ones. It is safe for concurrent use.
+type memoryStore struct {
+	guard    sync.Mutex
 	id       int
 	revision int64
 	config   string
-	leases   map[string]storedLease
+	leases   map[string]memoryLease
 	changed  wait.Broadcast // sent at every change
 }
 
-type storedLease struct {
+type memoryLease struct {
 	lease  subnet.Lease
 	broken bool
 }
 
-// NewStore returns an empty store without a configuration.
-func NewStore() *Store {
-	return &Store{id: 1, leases: map[string]storedLease{}}
+// newMemoryStore returns an empty store without a configuration.
+func newMemoryStore() *memoryStore {
+	return &memoryStore{id: 1, leases: map[string]memoryLease{}}
 }
 
 // change runs f with the store locked, at a new revision.
-func (s *Store) change(f func()) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+func (s *memoryStore) change(f func()) {
+	s.guard.Lock()
+	defer s.guard.Unlock()
 	s.revision++
 	f()
 	s.changed.Send()
 }
 
 // SetConfig replaces the configuration. An empty string means no configuration.
-func (s *Store) SetConfig(raw string) { s.change(func() { s.config = raw }) }
+func (s *memoryStore) SetConfig(raw string) { s.change(func() { s.config = raw }) }
 
 // Put writes a lease, as another node or an operator would. If a lease with the same key exists, the
 // store keeps its Order. Otherwise it sets an Order of zero to the current revision.
-func (s *Store) Put(l subnet.Lease) { s.change(func() { s.put(l) }) }
+func (s *memoryStore) Put(l subnet.Lease) { s.change(func() { s.put(l) }) }
 
-func (s *Store) put(l subnet.Lease) {
+func (s *memoryStore) put(l subnet.Lease) {
 	l.Claimed = uint64(s.revision)
 	if old, exists := s.leases[l.Key]; exists {
 		l.Order = old.lease.Order
 	} else if l.Order == 0 {
 		l.Order = uint64(s.revision)
 	}
-	s.leases[l.Key] = storedLease{lease: l}
+	s.leases[l.Key] = memoryLease{lease: l}
 }
 
 // Break makes the lease with that key undecodable.
-func (s *Store) Break(key string) {
-	s.change(func() { s.leases[key] = storedLease{s.leases[key].lease, true} })
+func (s *memoryStore) Break(key string) {
+	s.change(func() { s.leases[key] = memoryLease{s.leases[key].lease, true} })
 }
 
 // Delete removes a lease.
-func (s *Store) Delete(key string) { s.change(func() { delete(s.leases, key) }) }
+func (s *memoryStore) Delete(key string) { s.change(func() { delete(s.leases, key) }) }
 
 // Wipe replaces the store by another one, with a new identity, the same configuration and
 // no leases.
-func (s *Store) Wipe() {
+func (s *memoryStore) Wipe() {
 	s.change(func() {
 		s.id++
 		s.revision = 1
@@ -83,11 +83,11 @@ func (s *Store) Wipe() {
 }
 
 // Leases returns all decodable leases, sorted by key.
-func (s *Store) Leases() []*subnet.Lease { return s.snapshot("").Leases }
+func (s *memoryStore) Leases() []*subnet.Lease { return s.snapshot("").Leases }
 
-func (s *Store) snapshot(own string) subnet.Snapshot {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+func (s *memoryStore) snapshot(own string) subnet.Snapshot {
+	s.guard.Lock()
+	defer s.guard.Unlock()
 	snap := subnet.Snapshot{Store: subnet.StoreID{ID: fmt.Sprint(s.id), Revision: s.revision}}
 	for key, r := range s.leases {
 		switch {
@@ -106,38 +106,38 @@ func (s *Store) snapshot(own string) subnet.Snapshot {
 
 // Manager returns a manager for one node. previous are the subnets that the node had
 // before.
-func (s *Store) Manager(previous ...netip.Prefix) *Manager {
-	return &Manager{store: s, previous: previous}
+func (s *memoryStore) Manager(previous ...netip.Prefix) *memoryManager {
+	return &memoryManager{in: s, previous: previous}
 }
 
-// Manager is a subnet.Manager that uses a Store.
-type Manager struct {
-	store    *Store
+// memoryManager is a subnet.Manager that uses a memoryStore.
+type memoryManager struct {
+	in       *memoryStore
 	previous []netip.Prefix
 
-	mu  sync.Mutex
-	own string
+	guard sync.Mutex
+	own   string
 }
 
-var _ subnet.Manager = (*Manager)(nil)
+var _ subnet.Manager = (*memoryManager)(nil)
 
 // Config returns the store's configuration. See subnet.Manager.
-func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
+func (m *memoryManager) Config(ctx context.Context) (subnet.Config, error) {
 	if ctx.Err() != nil {
 		return subnet.Config{}, ctx.Err()
 	}
-	m.store.mu.Lock()
-	defer m.store.mu.Unlock()
-	if m.store.config == "" {
+	m.in.guard.Lock()
+	defer m.in.guard.Unlock()
+	if m.in.config == "" {
 		return subnet.Config{}, fmt.Errorf("%w: the store is empty", subnet.ErrNoConfig)
 	}
-	cfg, err := subnet.ParseConfig([]byte(m.store.config))
+	cfg, err := subnet.ParseConfig([]byte(m.in.config))
 	return cfg, err
 }
 
 // Recall finds the node's own lease by its public address. See subnet.Manager.
-func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
-	for _, l := range m.store.Leases() {
+func (m *memoryManager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
+	for _, l := range m.in.Leases() {
 		if hasPublicIP(*l, own) {
 			return l.Claim(), ctx.Err()
 		}
@@ -153,7 +153,7 @@ func hasPublicIP(l subnet.Lease, c subnet.Claim) bool {
 }
 
 // Acquire takes or renews the node's own lease. See subnet.Manager.
-func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
+func (m *memoryManager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	if ctx.Err() != nil {
 		return subnet.Lease{}, ctx.Err()
 	}
@@ -162,9 +162,9 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 		return subnet.Lease{}, err
 	}
 	var own subnet.Lease
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	m.store.change(func() { own, err = m.acquire(pools, c) })
+	m.guard.Lock()
+	defer m.guard.Unlock()
+	m.in.change(func() { own, err = m.acquire(pools, c) })
 	if err != nil {
 		return subnet.Lease{}, err
 	}
@@ -172,10 +172,10 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 	return own, nil
 }
 
-func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, error) {
+func (m *memoryManager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, error) {
 	var taken []netip.Prefix
 	var stale []string
-	for key, r := range m.store.leases {
+	for key, r := range m.in.leases {
 		subnets := r.lease.Subnets()
 		if r.broken || !hasPublicIP(r.lease, c) && key != m.own {
 			taken = append(taken, subnets...)
@@ -186,8 +186,8 @@ func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, er
 			if l.Permanent = r.lease.Permanent; !l.Permanent {
 				l.Expires = time.Now().Add(subnet.TTL)
 			}
-			m.store.put(l)
-			return m.store.leases[key].lease, nil
+			m.in.put(l)
+			return m.in.leases[key].lease, nil
 		}
 		stale = append(stale, key)
 	}
@@ -198,12 +198,12 @@ func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, er
 	}
 
 	for _, key := range stale {
-		delete(m.store.leases, key)
+		delete(m.in.leases, key)
 	}
 	l := leaseOn(subnets, c)
 	l.Expires = time.Now().Add(subnet.TTL)
-	m.store.put(l)
-	return m.store.leases[l.Key].lease, nil
+	m.in.put(l)
+	return m.in.leases[l.Key].lease, nil
 }
 
 func leaseOn(subnets []netip.Prefix, c subnet.Claim) subnet.Lease {
@@ -221,13 +221,13 @@ func leaseOn(subnets []netip.Prefix, c subnet.Claim) subnet.Lease {
 
 // Watch publishes the leases of other nodes at once, and after every change of the store.
 // Its updates do not say which leases have changed. See subnet.Manager.
-func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
+func (m *memoryManager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	for {
-		changed := m.store.changed.Changed()
-		m.mu.Lock()
+		changed := m.in.changed.Changed()
+		m.guard.Lock()
 		own := m.own
-		m.mu.Unlock()
-		s := m.store.snapshot(own)
+		m.guard.Unlock()
+		s := m.in.snapshot(own)
 		sink(subnet.Update{Store: s.Store, Snapshot: func() subnet.Snapshot { return s }})
 		select {
 		case <-ctx.Done():
@@ -239,12 +239,12 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 
 // WatchConfig implements subnet.ConfigWatcher. It calls sink after every change of the store, even if the
 // configuration is the same.
-func (m *Manager) WatchConfig(ctx context.Context, sink func(text []byte)) error {
+func (m *memoryManager) WatchConfig(ctx context.Context, sink func(text []byte)) error {
 	for {
-		changed := m.store.changed.Changed()
-		m.store.mu.Lock()
-		text := m.store.config
-		m.store.mu.Unlock()
+		changed := m.in.changed.Changed()
+		m.in.guard.Lock()
+		text := m.in.config
+		m.in.guard.Unlock()
 		if text == "" {
 			sink(nil)
 		} else {
@@ -260,12 +260,12 @@ func (m *Manager) WatchConfig(ctx context.Context, sink func(text []byte)) error
 }
 
 // Keep writes the node's own lease again if it is gone or undecodable. See subnet.Manager.
-func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
+func (m *memoryManager) Keep(ctx context.Context, own subnet.Lease) error {
 	for {
-		changed := m.store.changed.Changed()
-		m.mu.Lock()
+		changed := m.in.changed.Changed()
+		m.guard.Lock()
 		replaced := m.own != "" && m.own != own.Key // Acquire has taken another lease
-		m.mu.Unlock()
+		m.guard.Unlock()
 		if !replaced {
 			if err := m.ensure(own); err != nil {
 				return err
@@ -280,25 +280,37 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	}
 }
 
-func (m *Manager) ensure(own subnet.Lease) error {
-	m.store.mu.Lock()
-	found, exists := m.store.leases[own.Key]
-	m.store.mu.Unlock()
+func (m *memoryManager) ensure(own subnet.Lease) error {
+	m.in.guard.Lock()
+	found, exists := m.in.leases[own.Key]
+	m.in.guard.Unlock()
 	switch c := (subnet.Claim{Endpoints: own.Endpoints}); {
 	case !exists || found.broken:
-		m.store.Put(own)
+		m.in.Put(own)
 	case !hasPublicIP(found.lease, c):
 		return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, own.Key, found.lease.Endpoints[0].PublicIP)
 	}
 	return nil
 }
 
-// Pointers returns pointers to the given leases, without copying them, in the form that
-// snapshots use.
-func Pointers(leases ...subnet.Lease) []*subnet.Lease {
-	all := make([]*subnet.Lease, len(leases))
-	for i := range leases {
-		all[i] = &leases[i]
-	}
-	return all
+// backing adapts a memoryStore to the suite.
+type backing struct{ *memoryStore }
+
+func (b backing) SetConfig(_ *testing.T, raw string) { b.memoryStore.SetConfig(raw) }
+func (b backing) Break(_ *testing.T, key string)     { b.memoryStore.Break(key) }
+func (b backing) Delete(_ *testing.T, key string)    { b.memoryStore.Delete(key) }
+
+func (b backing) Withdraw(_ *testing.T, key string) { b.memoryStore.Delete(key) }
+func (b backing) Allocates() bool                   { return true }
+
+func (b backing) Manager(_ *testing.T, _ int, previous ...netip.Prefix) subnet.Manager {
+	return b.memoryStore.Manager(previous...)
+}
+
+func (b backing) Take(_ *testing.T, own subnet.Lease, by netip.Addr) {
+	b.Put(subnet.Lease{Key: own.Key, Endpoints: []subnet.Endpoint{{Subnet: own.Endpoints[0].Subnet, PublicIP: by}}})
+}
+
+func TestMemoryStore(t *testing.T) {
+	subnettest.Run(t, func(*testing.T) subnettest.Backing { return backing{newMemoryStore()} })
 }
