@@ -88,8 +88,8 @@ func (a *Arbiter) Reset(all []Claimant) {
 	for i, c := range all {
 		all[i] = a.checkAlone(c)
 		for _, e := range all[i].Lease.Endpoints {
-			if _, known := addresses.get(prefix.Host(e.PublicIP)); !known {
-				addresses.add(prefix.Host(e.PublicIP), prefixOwner{lease: c.Lease, family: e.Family()})
+			if _, known := addresses.Get(prefix.Host(e.PublicIP)); !known {
+				addresses.Insert(prefix.Host(e.PublicIP), prefixOwner{lease: c.Lease, family: e.Family()})
 			}
 		}
 	}
@@ -235,7 +235,7 @@ func (a *Arbiter) settleSubnets(all []Claimant, addresses *prefixTable) *prefixT
 		})
 
 		for _, e := range c.Lease.Endpoints {
-			subnets.add(e.Subnet, prefixOwner{lease: c.Lease, family: e.Family()})
+			subnets.Insert(e.Subnet, prefixOwner{lease: c.Lease, family: e.Family()})
 		}
 		all[i] = c
 	}
@@ -372,12 +372,12 @@ func (a *Arbiter) accept(c Claimant) {
 	}
 
 	for _, e := range c.Lease.Endpoints {
-		a.prefixes.add(e.Subnet, prefixOwner{lease: c.Lease, family: e.Family()})
+		a.prefixes.Insert(e.Subnet, prefixOwner{lease: c.Lease, family: e.Family()})
 		host := prefixOwner{lease: c.Lease, family: e.Family(), public: true}
-		if other, taken := a.prefixes.get(prefix.Host(e.PublicIP)); taken {
+		if other, taken := a.prefixes.Get(prefix.Host(e.PublicIP)); taken {
 			host.lease = a.shared.add(e.PublicIP, other.lease, c.Lease)
 		}
-		a.prefixes.add(prefix.Host(e.PublicIP), host)
+		a.prefixes.Insert(prefix.Host(e.PublicIP), host)
 	}
 
 	for _, id := range c.Identities {
@@ -390,11 +390,11 @@ func (a *Arbiter) withdraw(c Claimant) {
 	delete(a.accepted, c.Lease.Key)
 	delete(a.identitiesOf, c.Lease.Key)
 	for _, e := range c.Lease.Endpoints {
-		a.prefixes.remove(e.Subnet)
+		a.prefixes.Delete(e.Subnet)
 		if left := a.shared.remove(e.PublicIP, c.Lease); left != nil {
-			a.prefixes.add(prefix.Host(e.PublicIP), prefixOwner{lease: left, family: e.Family(), public: true})
+			a.prefixes.Insert(prefix.Host(e.PublicIP), prefixOwner{lease: left, family: e.Family(), public: true})
 		} else {
-			a.prefixes.remove(prefix.Host(e.PublicIP))
+			a.prefixes.Delete(prefix.Host(e.PublicIP))
 		}
 	}
 
@@ -411,7 +411,7 @@ func (a *Arbiter) validate(n Network, e Endpoint) string {
 		return fmt.Sprintf("%s is outside the Network %s", s, n.Prefix)
 	}
 
-	for _, r := range unroutable() {
+	for _, r := range unroutable {
 		if r.Overlaps(s) {
 			return fmt.Sprintf("%s overlaps %s, which is not for pods", s, r.Prefix)
 		}

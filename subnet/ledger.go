@@ -283,7 +283,7 @@ func (l *Ledger) contradictedBy(leases []*Lease) func(*Lease) bool {
 		fresh := map[location]struct{}{}
 		for _, lease := range leases {
 			for _, e := range lease.Endpoints {
-				subnets.add(e.Subnet, prefixOwner{})
+				subnets.Insert(e.Subnet, prefixOwner{})
 				if isSpecified(e.PublicIP) {
 					fresh[location{e.PublicIP, e.Subnet}] = struct{}{}
 				}

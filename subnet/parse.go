@@ -99,7 +99,7 @@ func (w wireConfig) config() (cfg Config, err error) {
 			return cfg, w.missing(n.family)
 		}
 
-		for _, r := range unroutable() {
+		for _, r := range unroutable {
 			if n.enabled && prefix.Contains(r.Prefix, network.Prefix) {
 				return cfg, fmt.Errorf("%s: %s is %s and reaches no other host: want another range, for example %q",
 					keyName(n.family, "Network"), network.Prefix, r.use, example(n.family))
@@ -187,21 +187,15 @@ func parseNetwork(f prefix.Family, raw json.RawMessage) (netip.Prefix, error) {
 	return p.Masked(), nil
 }
 
-// unroutable returns the ranges whose addresses mean no single host, or are valid on one host or one link
+// unroutable contains the ranges whose addresses mean no single host, or are valid on one host or one link
 // alone (RFC 6890).
-func unroutable() [6]rangeInUse {
-	v4 := func(a, b byte, bits int) netip.Prefix { return netip.PrefixFrom(netip.AddrFrom4([4]byte{a, b}), bits) }
-	v6 := func(a, b byte, bits int) netip.Prefix {
-		return netip.PrefixFrom(netip.AddrFrom16([16]byte{a, b}), bits)
-	}
-	return [...]rangeInUse{
-		{v4(127, 0, 8), "loopback"},
-		{v4(169, 254, 16), "link-local"},
-		{v4(224, 0, 4), "multicast"},
-		{prefix.Host(netip.IPv6Loopback()), "loopback"},
-		{v6(0xfe, 0x80, 10), "link-local"},
-		{v6(0xff, 0, 8), "multicast"},
-	}
+var unroutable = []rangeInUse{
+	{netip.MustParsePrefix("127.0.0.0/8"), "loopback"},
+	{netip.MustParsePrefix("169.254.0.0/16"), "link-local"},
+	{netip.MustParsePrefix("224.0.0.0/4"), "multicast"},
+	{netip.MustParsePrefix("::1/128"), "loopback"},
+	{netip.MustParsePrefix("fe80::/10"), "link-local"},
+	{netip.MustParsePrefix("ff00::/8"), "multicast"},
 }
 
 // rangeInUse is a range that hosts must not get subnets of.

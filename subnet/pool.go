@@ -55,7 +55,7 @@ func (n Network) Pool() (Pool, error) {
 	}
 
 	pool := Pool{netip.PrefixFrom(first, length), netip.PrefixFrom(last, length)}
-	for _, r := range unroutable() {
+	for _, r := range unroutable {
 		if pool.overlaps(r.Prefix) {
 			return Pool{}, invalid("%s: a host could get a subnet of %s, which is %s and reaches no other host: leave it out by %s and %s",
 				keyName(f, "Network"), r.Prefix, r.use, keyName(f, "SubnetMin"), keyName(f, "SubnetMax"))

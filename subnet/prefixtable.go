@@ -24,23 +24,18 @@ func (o prefixOwner) String() string {
 }
 
 // prefixTable finds overlapping prefixes. The zero table is empty.
-type prefixTable struct{ table bart.Table[prefixOwner] }
-
-func (t *prefixTable) add(p netip.Prefix, o prefixOwner) { t.table.Insert(p, o) }
-func (t *prefixTable) remove(p netip.Prefix)             { t.table.Delete(p) }
-
-func (t *prefixTable) get(p netip.Prefix) (o prefixOwner, found bool) { return t.table.Get(p) }
+type prefixTable struct{ bart.Table[prefixOwner] }
 
 // find returns the owner of a prefix that overlaps p. If several prefixes lie in p, find returns the
 // owner of the lowest one.
 func (t *prefixTable) find(p netip.Prefix) (o prefixOwner, found bool) {
-	if !t.table.OverlapsPrefix(p) { // usually nothing overlaps, and this is the quickest check
+	if !t.OverlapsPrefix(p) { // usually nothing overlaps, and this is the quickest check
 		return prefixOwner{}, false
 	}
-	if o, found = t.table.LookupPrefix(p); found {
+	if o, found = t.LookupPrefix(p); found {
 		return o, true
 	}
-	for _, o = range t.table.Subnets(p) {
+	for _, o = range t.Subnets(p) {
 		return o, true
 	}
 	return prefixOwner{}, false

@@ -95,7 +95,11 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 	if err != nil {
 		return err
 	}
-	p, err := choose(pools, m.previous(c), m.former(), m.own, m.relationTo(c, may, others), may, l.entries)
+	var former []netip.Prefix
+	if m.cfg.Former != nil {
+		former = m.cfg.Former()
+	}
+	p, err := choose(pools, m.previous(c), former, m.own, m.relationTo(c, may, others), may, l.entries)
 	if errors.Is(err, subnet.ErrNoSubnets) {
 		m.exhausted.Store(&exhaustedPool{pools, who, l.store})
 	}
@@ -108,46 +112,37 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 	if p.duplicate != "" {
 		klog.FromContext(ctx).Error(nil, "another lease carries the public address of this node", "key", p.duplicate, "publicIP", who)
 	}
+
+	key := codec.FormatKey(p.subnets)
 	if p.keep != nil {
-		own, err := claimOn(p.keep.key, p.keep.subnets, c)
-		if err != nil {
-			return err
-		}
-		if err := m.refresh(ctx, *p.keep, own, p.stale, spare); err != nil {
-			return err
-		}
-		logDeleted(ctx, p.stale, own)
-		return nil
+		key = p.keep.key
+		p.subnets = p.keep.subnets
+	}
+	own, err := claimOn(key, p.subnets, c)
+	switch {
+	case err != nil:
+		return err
+	case p.keep == nil:
+		return m.create(ctx, own, l.store.Revision, p.stale, spare)
 	}
 
-	own, err := claimOn(codec.FormatKey(p.subnets), p.subnets, c)
-	if err != nil {
+	if err := m.refresh(ctx, *p.keep, own, p.stale, spare); err != nil {
 		return err
 	}
-	return m.create(ctx, own, l.store.Revision, p.stale, spare)
+	logDeleted(ctx, p.stale, own)
+	return nil
 }
 
 // previous returns the subnets that the node had before, best first: those of c, then
 // Config.Previous.
 func (m *Manager) previous(c subnet.Claim) []netip.Prefix {
 	var subnets []netip.Prefix
-	for _, e := range c.Endpoints {
-		if e.Subnet.IsValid() {
-			subnets = append(subnets, e.Subnet.Masked())
+	for _, s := range slices.Concat(c.Subnets(), m.cfg.Previous) {
+		if s.IsValid() {
+			subnets = append(subnets, s.Masked())
 		}
 	}
-	for _, s := range m.cfg.Previous {
-		subnets = append(subnets, s.Masked())
-	}
 	return subnets
-}
-
-// former returns the subnets that the node had in earlier configurations, last first.
-func (m *Manager) former() []netip.Prefix {
-	if m.cfg.Former == nil {
-		return nil
-	}
-	return m.cfg.Former()
 }
 
 // update makes this host's lease publish c, if the manager has a lease with the subnets of c, these fit

@@ -245,11 +245,8 @@ func (c *client) dial(endpoints []string) (*clientv3.Client, error) {
 
 // turn waits for a random time that grows with the number of hosts. It precedes requests that
 // all hosts make at the same event, because the server needs some time for each of them.
-func (c *client) turn(ctx context.Context) error { return wait.For(ctx, c.share()) }
-
-// share returns the time for which turn waits.
-func (c *client) share() time.Duration {
-	return rand.N(time.Duration(c.hosts.Load())*c.timing.spread + 1)
+func (c *client) turn(ctx context.Context) error {
+	return wait.For(ctx, rand.N(time.Duration(c.hosts.Load())*c.timing.spread+1))
 }
 
 // observe records the result of a request on conn that began at the time made. It closes conn if

@@ -23,19 +23,6 @@ const (
 	another // the store is another one, even if the id and the revision are the same
 )
 
-// compareAt compares the cache with the store as it was at the revision of the cache: the number of
-// keys, and the key that was written last. A store that was emptied, or restored from a backup, and
-// used since may have the same id and the same revision with other leases. compareAt returns
-// unknown if the revision was compacted.
-func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison, error) {
-	at := cache.mark()
-	was, is, err := m.readPast(ctx, cache.store.Revision, at.newest.key)
-	if was != nil && was.matches(at) {
-		is = same
-	}
-	return is, err
-}
-
 // recognizeStore compares the last known state with the store as it was at the revision of that
 // state. If they are the same, it returns a cache of the leases at that revision, and the present revision of the
 // store. It returns unknown if they cannot be compared, because the revision was compacted or leases are missing in

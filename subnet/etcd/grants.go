@@ -92,9 +92,6 @@ func (m *Manager) discard(ctx context.Context, id clientv3.LeaseID) {
 
 // revoke revokes g unless a key uses it, even if ctx has ended. It waits for a second at most.
 func (m *Manager) revoke(ctx context.Context, g grant) {
-	if g.id == 0 {
-		return
-	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
 	defer cancel()
 	m.discard(ctx, g.id)

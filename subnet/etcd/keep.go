@@ -6,9 +6,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/api/v3/mvccpb"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
@@ -241,8 +243,9 @@ func (m *Manager) await(ctx context.Context, checked int64, alive func()) error 
 
 	err = m.follow(ctx, []string{m.dir + own.key}, checked+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
 		alive()
+		changed := slices.ContainsFunc(resp.Events, func(ev *mvccpb.Event) bool { return ev.Kv.ModRevision > checked })
 		// If the host was suspended, the timer is late by the time of the suspension.
-		if hasEvents(resp, checked+1) || own.grant.id != 0 && m.untilRenewal(own.grant) <= 0 {
+		if changed || own.grant.id != 0 && m.untilRenewal(own.grant) <= 0 {
 			return errOwnChanged
 		}
 		return nil

@@ -42,7 +42,8 @@ func newLastKnown(cfg Config) *lastKnown {
 			key: p.Lease.Key, lease: p.Lease, subnets: p.Lease.Subnets(), leaseID: clientv3.LeaseID(p.Lease.LeaseID),
 			createRevision: int64(p.Lease.Order), modRevision: int64(p.Lease.Claimed),
 		}
-		if e.key == k.own || !matchesKey(e) || e.modRevision == 0 || e.leased() == p.Lease.Permanent {
+		named, err := codec.ParseKey(e.key)
+		if err != nil || !slices.Equal(named, e.subnets) || e.key == k.own || e.modRevision == 0 || e.leased() == p.Lease.Permanent {
 			return nil
 		}
 		k.entries[e.key] = e
@@ -58,12 +59,6 @@ func (k *lastKnown) survivesIn(l listing) bool {
 		known := k.entries[e.key]
 		return known != nil && known.createRevision == e.createRevision || e.key == k.own && e.createRevision == k.created
 	})
-}
-
-// matchesKey reports whether e has exactly the subnets that its key names.
-func matchesKey(e *entry) bool {
-	subnets, err := codec.ParseKey(e.key)
-	return err == nil && slices.Equal(subnets, e.subnets)
 }
 
 // mark is what restore needs to recognize the store at a revision. Another history of the store is

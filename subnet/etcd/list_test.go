@@ -91,7 +91,7 @@ func TestListAtOneRevision(t *testing.T) {
 //
 //stages:rest it waits for transfers on a slow link
 func TestSlowLink(t *testing.T) {
-	const leases, hosts, deadline = 5 * pageSize, 2, 6 * time.Second
+	const leases, hosts, deadline = 3 * pageSize, 2, 4 * time.Second
 	f := newFixture(t, newServer(t))
 	f.fill(t, leases)
 	p := newProxy(t, f.server)

@@ -6,14 +6,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
-	"go.etcd.io/etcd/api/v3/mvccpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -278,9 +276,4 @@ func (m *Manager) awaitRevision(ctx context.Context, s *stream, revision int64) 
 		}
 	}
 	return nil
-}
-
-// hasEvents reports whether resp has an event of revision next or later.
-func hasEvents(resp *pb.WatchResponse, next int64) bool {
-	return slices.ContainsFunc(resp.Events, func(ev *mvccpb.Event) bool { return ev.Kv.ModRevision >= next })
 }

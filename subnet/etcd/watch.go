@@ -119,10 +119,11 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 	return err
 }
 
-// compare compares the store with the cache, and reports the configuration, which it reads to know
-// the store's revision. If there was no list yet, or the leases have to be listed anyway, it only
-// returns unknown. It also returns unknown if the store has another id or an earlier revision than
-// the cache.
+// compare compares the cache with the store as it was at the revision of the cache: the number of keys, and the
+// key that was written last. A store that was emptied, or restored from a backup, and used since may have the
+// same id and the same revision with other leases. compare also reports the configuration, which it reads to
+// know the store's revision. It returns unknown if there was no list yet, if the leases have to be listed
+// anyway, if the store has another id or an earlier revision than the cache, or if the revision was compacted.
 func (m *Manager) compare(ctx context.Context, cache *leaseCache) (comparison, error) {
 	if cache.store.Revision == 0 || cache.stale {
 		return unknown, nil
@@ -131,5 +132,11 @@ func (m *Manager) compare(ctx context.Context, cache *leaseCache) (comparison, e
 	if err != nil || head.ID != cache.store.ID || head.Revision < cache.store.Revision {
 		return unknown, err
 	}
-	return m.compareAt(ctx, cache)
+
+	at := cache.mark()
+	was, is, err := m.readPast(ctx, cache.store.Revision, at.newest.key)
+	if was != nil && was.matches(at) {
+		is = same
+	}
+	return is, err
 }

@@ -5,10 +5,8 @@ package kube
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"net/http"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -109,26 +107,11 @@ func Missing(ctx context.Context, cfg Config) (missing []string, err error) {
 
 	for _, r := range rights {
 		resource, sub, _ := strings.Cut(r[1], "/")
-		var review struct {
-			APIVersion string `json:"apiVersion"`
-			Kind       string `json:"kind"`
-			Spec       struct {
-				Attributes map[string]string `json:"resourceAttributes"`
-			} `json:"spec"`
-			Status struct {
-				Allowed bool `json:"allowed"`
-			} `json:"status"`
-		}
-
-		review.APIVersion = "authorization.k8s.io/v1"
-		review.Kind = "SelfSubjectAccessReview"
-		review.Spec.Attributes = map[string]string{"verb": r[0], "resource": resource, "subresource": sub}
-		body, err := json.Marshal(review)
-		if err == nil {
-			err = c.callJSON(ctx, configMapTimeout, request{
-				method: http.MethodPost, group: "authorization.k8s.io", path: "selfsubjectaccessreviews", content: sendJSON, body: body,
-			}, &review)
-		}
+		var review struct{ Status struct{ Allowed bool } }
+		err := c.create(ctx, configMapTimeout, request{group: "authorization.k8s.io", path: "selfsubjectaccessreviews"}, map[string]any{
+			"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
+			"spec": map[string]any{"resourceAttributes": map[string]string{"verb": r[0], "resource": resource, "subresource": sub}},
+		}, &review)
 		if err != nil {
 			return nil, fmt.Errorf("ask for the right to %s %s: %w", r[0], r[1], err)
 		}

@@ -287,6 +287,16 @@ func (c *client) callJSON(ctx context.Context, timeout time.Duration, r request,
 	return json.Unmarshal(body, to)
 }
 
+// create posts an object, and decodes the answer into to.
+func (c *client) create(ctx context.Context, timeout time.Duration, r request, object, to any) (err error) {
+	if r.body, err = json.Marshal(object); err != nil {
+		return err
+	}
+	r.method = http.MethodPost
+	r.content = sendJSON
+	return c.callJSON(ctx, timeout, r, to)
+}
+
 // apiError is a failure of the API server, or of the connection to it. It can pass.
 type apiError struct {
 	host       string

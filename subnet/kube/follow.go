@@ -45,8 +45,8 @@ type follower struct {
 	flushed   time.Time // when Nodes were requested last
 	slots     chan struct{}
 
-	required int64   // the revision that the watch has to reach, of the last change of this host's Node; 0: none yet
-	list     *listed // the list of the audit, until the cache has reached its revision
+	required int64      // the revision that the watch has to reach, of the last change of this host's Node; 0: none yet
+	list     *nodeCache // the list of the audit, until the cache has reached its revision
 }
 
 func newFollower(m *Manager, cache *nodeCache, sink func(subnet.Update)) *follower {

@@ -69,7 +69,7 @@ func New(cfg Config) (*Manager, error) {
 		timing: defaultTiming(),
 	}
 
-	m.lastKnown.Store(&lastKnownState{cfg.Own, cfg.Known})
+	m.lastKnown.Store(&cfg)
 	m.cfg.Known = subnet.LedgerState{}
 	m.events = newEventSender(m)
 	m.ignores.Store(new(string))
@@ -137,9 +137,9 @@ type Manager struct {
 	// justRead is this host's Node as one method has just read it, for the next method that needs it.
 	justRead atomic.Pointer[ownNode]
 
-	// lastKnown is the last known state in Config, for the first Watch. cache is the cache of a Watch
+	// lastKnown contains the last known state, for the first Watch. cache is the cache of a Watch
 	// that has ended, for the next Watch.
-	lastKnown atomic.Pointer[lastKnownState]
+	lastKnown atomic.Pointer[Config]
 	cache     atomic.Pointer[nodeCache]
 
 	writing      sync.Mutex  // locked while this host's Node is written

@@ -373,8 +373,8 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 	same := func(what string, have ...string) {
 		t.Helper()
 		var s subnet.Snapshot
-		// A server that is behind delays each request by 3 s.
-		waittest.Eventually(t, patience, what, func() error {
+		// A real server that is behind delays each request by 3 s, and several have to follow each other.
+		waittest.Eventually(t, 3*patience, what, func() error {
 			all := w.All()
 			if s = all[len(all)-1]; !subnettest.Has(have...)(s) {
 				return fmt.Errorf("the last of %d snapshots is %+v", len(all), s)

@@ -66,20 +66,27 @@ func (s *ownNode) published() annotation.Notes {
 	return annotation.Notes(s.notes[:annotation.Published])
 }
 
-// parsePublic parses an address that an administrator gives this node. own is the subnet of this node,
-// and invalid if there is none yet. parsePublic refuses addresses that peers refuse: an address that no
-// host can have, and an address in own.
-func parsePublic(f prefix.Family, own netip.Prefix, text string) (netip.Addr, error) {
+// given returns the address that an administrator gives this host's Node s in an annotation, and the zero
+// address if there is none. It refuses addresses that peers refuse: an address that no host can have, and an
+// address in the subnet of the Node.
+func (m *Manager) given(s *ownNode, f prefix.Family, in annotation.ID) (netip.Addr, error) {
+	text := s.notes[in].Text
+	if text == "" {
+		return netip.Addr{}, nil
+	}
+
+	own, _ := prefix.OfFamily(s.cidrs, f)
 	a, err := subnet.ParseAddr(f, text)
 	switch {
 	case err != nil:
-		return a, err
 	case !subnet.IsHost(a):
-		return a, fmt.Errorf("%q is not an %s address that peers can reach", text, f)
+		err = fmt.Errorf("%q is not an %s address that peers can reach", text, f)
 	case own.Contains(a):
-		return a, fmt.Errorf("%q lies in the node's own subnet %s", text, own)
+		err = fmt.Errorf("%q lies in the node's own subnet %s", text, own)
+	default:
+		return a, nil
 	}
-	return a, nil
+	return netip.Addr{}, fmt.Errorf("annotation %s: %w", m.keys[in], err)
 }
 
 // endpointsOn returns the endpoints of c on cidrs, the podCIDRs of this host's Node: one for each
@@ -185,13 +192,12 @@ func (m *Manager) wanted(s *ownNode, c subnet.Claim) (n annotation.Notes, wrong 
 	n = annotation.Encode(c)
 	for _, f := range families {
 		of := annotation.Of(f)
-		if text := s.notes[of.Overwrite].Text; text != "" && n[of.Public].Present {
-			own, _ := prefix.OfFamily(s.cidrs, f)
-			a, err := parsePublic(f, own, text)
-			if err != nil {
-				wrong = oneline.Join(wrong, fmt.Errorf("annotation %s: %w", m.keys[of.Overwrite], err))
-				continue
-			}
+		if !n[of.Public].Present {
+			continue
+		}
+		a, err := m.given(s, f, of.Overwrite)
+		wrong = oneline.Join(wrong, err)
+		if a.IsValid() {
 			n[of.Public].Text = a.String()
 		}
 	}

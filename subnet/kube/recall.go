@@ -4,12 +4,10 @@ package kube
 
 import (
 	"context"
-	"fmt"
 	"net/netip"
 
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
 )
@@ -25,17 +23,13 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 
 	var addrs []netip.Addr
 	for _, f := range families {
-		n := annotation.Of(f).Node
-		if s.notes[n].Text == "" {
-			continue
-		}
-		own, _ := prefix.OfFamily(s.cidrs, f)
-		a, err := parsePublic(f, own, s.notes[n].Text)
+		a, err := m.given(s, f, annotation.Of(f).Node)
 		if err != nil {
-			m.reportIgnored(ctx, fmt.Errorf("annotation %s: %w", m.keys[n], err))
-			continue
+			m.reportIgnored(ctx, err)
 		}
-		addrs = append(addrs, a)
+		if a.IsValid() {
+			addrs = append(addrs, a)
+		}
 	}
 	return addrs, nil
 }
@@ -74,40 +68,13 @@ func (m *Manager) Location(ctx context.Context) (string, error) {
 	return "", nil
 }
 
-// Recall returns the claim that this host's Node publishes. See subnet.Manager.
+// Recall returns the readable part of the claim that this host's Node publishes. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, error) {
 	s, err := m.ownAtStart(ctx, m.recent)
 	if err != nil {
 		return subnet.Claim{}, err
 	}
-	m.justRead.Store(s) // for Acquire
-	return m.recalled(s), nil
-}
-
-// recalled returns the readable part of the claim that the Node s publishes. The claim is empty if
-// flannel does not manage the Node, or if no family has both a podCIDR and a readable public
-// address.
-func (m *Manager) recalled(s *ownNode) subnet.Claim {
-	n := s.published()
-	if n[annotation.Managed].Text != "true" {
-		return subnet.Claim{}
-	}
-
-	c := subnet.Claim{BackendType: n[annotation.BackendType].Text, NextType: n[annotation.NextBackendType].Text}
-	for _, f := range families {
-		cidr, ok := prefix.OfFamily(s.cidrs, f)
-		of := annotation.Of(f)
-		public, err := subnet.ParseAddr(f, n[of.Public].Text)
-		if !ok || err != nil {
-			continue
-		}
-		e := subnet.Endpoint{Subnet: cidr, PublicIP: public}
-		e.Data, _ = annotation.ParseData(n[of.Data].Text) // nil if it cannot be read
-		e.NextData, _ = annotation.ParseData(n[of.NextData].Text)
-		c.Endpoints = append(c.Endpoints, e)
-	}
-	if len(c.Endpoints) == 0 {
-		return subnet.Claim{}
-	}
-	return c
+	m.justRead.Store(s)                                // for Acquire
+	c, _ := m.keys.Decode(s.published(), s.cidrs, nil) // what cannot be read is published again
+	return c, nil
 }

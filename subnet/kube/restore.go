@@ -24,10 +24,10 @@ func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
 	cache := &nodeCache{keys: m.keys, problems: loglimit.NewChanges(loglimit.Many)}
 	f := m.lastKnown.Swap(nil)
 	cfg, err := m.Config(ctx)
-	if f == nil || f.known.Store.ID == "" || err != nil {
+	if f == nil || f.Known.Store.ID == "" || err != nil {
 		return cache
 	}
-	cache.store = f.known.Store
+	cache.store = f.Known.Store
 	cache.entries = map[string]*entry{}
 	add := func(l subnet.Lease) {
 		e := &entry{name: l.Key, order: l.Order, lease: &l, ofLease: true}
@@ -42,19 +42,19 @@ func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
 		}
 	}
 
-	for _, p := range f.known.Peers {
+	for _, p := range f.Known.Peers {
 		if p.HeldUntil.IsZero() { // the store has lost the Node of a held peer
 			add(p.Lease)
 		}
 	}
 
-	if mark, ok := parseMark(f.known.Store.Mark); ok {
+	if mark, ok := parseMark(f.Known.Store.Mark); ok {
 		cache.mark = mark
 		cache.standing = lastKnown
 	}
 	cache.store.Mark = ""
-	if f.own.Key != "" {
-		add(f.own)
+	if f.Own.Key != "" {
+		add(f.Own)
 	}
 	return cache
 }
@@ -151,12 +151,6 @@ func refused(err error) bool {
 		http.StatusInternalServerError, http.StatusGatewayTimeout)
 }
 
-// lastKnownState is the last known state of this node.
-type lastKnownState struct {
-	own   subnet.Lease
-	known subnet.LedgerState
-}
-
 // mark is what restore needs to recognize the store at the revision of the last known state:
 // the uid of this host's Node, and the Node that had changed last. Nodes change all the time, so
 // it is unlikely that another history of the store has that Node at that version.
@@ -180,12 +174,6 @@ func parseMark(text string) (m mark, ok bool) {
 	return m, n == 3 && err == nil && m.version > 0
 }
 
-// listed contains all Nodes at one revision, by name, without podCIDRs.
-type listed struct {
-	revision int64
-	nodes    map[string]*entry
-}
-
 // auditPage is the number of Nodes on a page of the list of metadata. The metadata of a Node has
 // some 4 kB.
 const auditPage = 250
@@ -207,31 +195,32 @@ func (f *follower) audit(ctx context.Context) {
 			return
 		}
 		f.post(ctx, func() {
-			f.list = &l
+			f.list = l
 			f.compare(ctx)
 		})
 	})
 }
 
-func (m *Manager) readPages(ctx context.Context) (listed, error) {
-	all := listed{nodes: map[string]*entry{}}
+// readPages returns all Nodes without podCIDRs, in a cache with the revision of the last page.
+func (m *Manager) readPages(ctx context.Context) (*nodeCache, error) {
+	all := &nodeCache{entries: map[string]*entry{}}
 	q := query{metadata: true, limit: auditPage}
 	for {
 		l, err := m.client.list(ctx, m.decoder, q, func(n *wire.Node) {
 			e := &entry{name: string(n.Name), uid: string(n.UID), order: uint64(n.Created), version: n.Revision, host: string(n.Hostname)}
 			e.setNotes(n)
-			all.nodes[e.name] = e
+			all.entries[e.name] = e
 		})
 		if err != nil {
-			return listed{}, err
+			return nil, err
 		}
-		if all.revision = max(all.revision, l.Revision); l.Continue == "" {
+		if all.store.Revision = max(all.store.Revision, l.Revision); l.Continue == "" {
 			return all, nil
 		}
 
 		q.more = l.Continue
 		if err := wait.For(ctx, m.timing.auditPage/2+m.client.random(m.timing.auditPage)); err != nil {
-			return listed{}, err
+			return nil, err
 		}
 	}
 }
@@ -239,11 +228,11 @@ func (m *Manager) readPages(ctx context.Context) (listed, error) {
 // compare compares the cache with the list of the audit when the cache has reached the revision of the list. It
 // corrects and publishes what differs. Before that, and if there is no list, it does nothing.
 func (f *follower) compare(ctx context.Context) {
-	if f.list == nil || f.cache.store.Revision < f.list.revision {
+	if f.list == nil || f.cache.store.Revision < f.list.store.Revision {
 		return
 	}
 
-	l := *f.list
+	l := f.list
 	names := f.cache.differing(l)
 	f.list = nil
 	f.cache.deleted = nil
@@ -257,7 +246,7 @@ func (f *follower) compare(ctx context.Context) {
 		f.cfg.OnRepaired(len(names))
 	}
 	for _, name := range names {
-		f.cache.correct(l.nodes[name], name)
+		f.cache.correct(l.entries[name], name)
 		f.publish(ctx, name)
 	}
 }
@@ -290,9 +279,9 @@ func (c *nodeCache) correct(is *entry, name string) {
 // have reached the revision of l. Changes after that revision do not count. differing recognizes
 // them by c.deleted, which contains the names of Nodes that were deleted since the list began, and
 // by the version of an entry. An entry without a uid has had no event since the restart.
-func (c *nodeCache) differing(l listed) []string {
+func (c *nodeCache) differing(l *nodeCache) []string {
 	var names []string
-	for name, is := range l.nodes {
+	for name, is := range l.entries {
 		e := c.entries[name]
 		_, gone := c.deleted[name]
 		switch {
@@ -308,7 +297,7 @@ func (c *nodeCache) differing(l listed) []string {
 	}
 
 	for name, e := range c.entries {
-		if _, there := l.nodes[name]; !there && e.version <= l.revision {
+		if _, there := l.entries[name]; !there && e.version <= l.store.Revision {
 			names = append(names, name)
 		}
 	}

@@ -111,10 +111,15 @@ func (c *client) listOnce(ctx context.Context, d *wire.Decoder, q query, on func
 		r.query.Set("resourceVersionMatch", "NotOlderThan")
 	}
 
-	l, err := c.readList(ctx, d, r, func(n *wire.Node) {
-		stalled.Reset(stallTimeout)
-		on(n)
-	})
+	var l listing
+	resp, err := c.do(ctx, r)
+	if err == nil {
+		defer resp.Body.Close()
+		l.ListMeta, err = c.readList(resp, d, func(n *wire.Node) {
+			stalled.Reset(stallTimeout)
+			on(n)
+		})
+	}
 
 	switch {
 	case outer.Err() != nil:
@@ -131,24 +136,18 @@ func (c *client) listOnce(ctx context.Context, d *wire.Decoder, q query, on func
 // before it refuses it.
 const stallTimeout = 30 * time.Second
 
-func (c *client) readList(ctx context.Context, d *wire.Decoder, r request, on func(*wire.Node)) (listing, error) {
-	resp, err := c.do(ctx, r)
-	if err != nil {
-		return listing{}, err
-	}
-	defer resp.Body.Close()
+func (c *client) readList(resp *http.Response, d *wire.Decoder, on func(*wire.Node)) (meta wire.ListMeta, err error) {
 	var body io.Reader = resp.Body
 	if resp.Header.Get("Content-Encoding") == "gzip" { // the server decides: it does not compress small answers
-		if body, err = gzip.NewReader(resp.Body); err != nil {
-			return listing{}, c.explain(err)
-		}
+		body, err = gzip.NewReader(resp.Body)
 	}
-
-	meta, err := d.List(body, on)
+	if err == nil {
+		meta, err = d.List(body, on)
+	}
 	if err != nil {
 		err = c.explain(err)
 	}
-	return listing{ListMeta: meta}, err
+	return meta, err
 }
 
 // watch calls on for every change of the selected Nodes after q.revision, which must not be 0. The

@@ -5,7 +5,6 @@ package kube
 import (
 	"context"
 	"crypto/rand"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
@@ -105,14 +104,8 @@ func (t *TestPods) selector(role string) string {
 
 // create creates an object and decodes the answer.
 func (t *TestPods) create(ctx context.Context, kind string, metadata, spec, answer any) error {
-	body, err := json.Marshal(map[string]any{"apiVersion": "v1", "kind": kind, "metadata": metadata, "spec": spec})
-	if err != nil {
-		return err
-	}
-	resource := strings.ToLower(kind) + "s"
-	err = t.client.callJSON(ctx, podsTimeout, request{
-		method: http.MethodPost, path: "namespaces/" + url.PathEscape(t.namespace) + "/" + resource, content: sendJSON, body: body,
-	}, answer)
+	r := request{path: "namespaces/" + url.PathEscape(t.namespace) + "/" + strings.ToLower(kind) + "s"}
+	err := t.client.create(ctx, podsTimeout, r, map[string]any{"apiVersion": "v1", "kind": kind, "metadata": metadata, "spec": spec}, answer)
 	if err != nil {
 		return fmt.Errorf("create a %s: %w", kind, err)
 	}

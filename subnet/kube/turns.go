@@ -85,10 +85,6 @@ func (t *turns) pause(ctx context.Context, known int, err error) time.Duration {
 	return t.m.client.random(longest)
 }
 
-// reset must be called after a list. It ends the wait, so that the next wait begins with a short
-// pause.
-func (t *turns) reset() { t.begun = time.Time{} }
-
 // count requests the number of Nodes from the API server, and stores it in m.nodes.
 func (m *Manager) count(ctx context.Context) (n int, err error) {
 	l, err := m.readNodes(ctx, query{metadata: true, limit: 1}, func(string, *ownNode) { n++ })

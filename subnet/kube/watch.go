@@ -126,7 +126,7 @@ func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink f
 	if err != nil {
 		return err
 	}
-	t.reset()
+	t.begun = time.Time{} // the next wait begins with a short pause
 	if cache.store.ID != "" && (next.store.ID != cache.store.ID || next.store.Revision < cache.store.Revision) {
 		klog.FromContext(ctx).Error(nil, "the Kubernetes API is not the store it was", "was", cache.store, "is", next.store)
 	}

@@ -159,26 +159,24 @@ func (d *Decoder) event(b []byte, n *Node) (Event, error) {
 		return Event{}, err
 	}
 	e := Event{Node: n}
-	switch string(kind) { // without a copy of kind
-	case Added:
-		e.Type = Added
-	case Modified:
-		e.Type = Modified
-	case Deleted:
-		e.Type = Deleted
-	case Bookmark:
-		return Event{Bookmark, n}, d.decode(raw, n)
-	case failed:
+	for _, known := range []string{Added, Modified, Deleted, Bookmark} {
+		if string(kind) == known { // without a copy of kind
+			e.Type = known
+		}
+	}
+
+	switch {
+	case string(kind) == failed:
 		status, err := decodeStatus(raw)
 		if err != nil {
 			return Event{}, err
 		}
 		return Event{}, status
-	default:
+	case e.Type == "":
 		return Event{}, fmt.Errorf("%w: a watch event of type %.64q", ErrMalformed, kind)
 	}
-	if err := d.decode(raw, n); err != nil {
-		return Event{}, err
+	if err := d.decode(raw, n); err != nil || e.Type == Bookmark {
+		return e, err
 	}
 	return e, n.named()
 }
