@@ -8,6 +8,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"maps"
 	"net/netip"
 	"reflect"
 	"slices"
@@ -349,13 +350,8 @@ func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
 
 // missing returns the names of the Nodes that have to be requested.
 func (c *nodeCache) missing() []string {
-	var names []string
-	for name, e := range c.entries {
-		if e.needsRequest() {
-			names = append(names, name)
-		}
-	}
-	return names
+	names := slices.Collect(maps.Keys(c.entries))
+	return slices.DeleteFunc(names, func(name string) bool { return !c.entries[name].needsRequest() })
 }
 
 // publish publishes the state of the Node with that name, if it has changed since it was published
