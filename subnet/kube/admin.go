@@ -30,16 +30,15 @@ import (
 // yet, or its podCIDRs or annotations cannot be used. It uses only AnnotationPrefix of cfg
 // and what locates the API server.
 func Entries(ctx context.Context, cfg Config) ([]subnet.Entry, error) {
-	p, err := annotation.Prefix(cmp.Or(cfg.AnnotationPrefix, annotation.DefaultPrefix))
+	k, err := cfg.keys()
 	if err != nil {
-		return nil, fmt.Errorf("annotation prefix %q: %w", cfg.AnnotationPrefix, err)
+		return nil, err
 	}
 	c, err := operatorClient(cfg)
 	if err != nil {
 		return nil, err
 	}
 	defer c.renew()
-	k := annotation.NewKeys(p)
 	cache := &nodeCache{keys: k, entries: map[string]*entry{}}
 	_, err = c.list(ctx, wire.NewDecoder(k[:], ""), query{}, func(n *wire.Node) { cache.put(n, true, &nodeCache{}) })
 	if err != nil {

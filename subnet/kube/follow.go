@@ -247,7 +247,10 @@ func (m *Manager) silence() time.Duration {
 // reach it. probe returns an error if that time has passed.
 func (f *follower) probe(ctx context.Context) error {
 	if have := f.cache.store.Revision; have < f.required {
-		return f.client.stale(have, f.required)
+		return &apiError{
+			host: f.client.host, kind: "stale", cause: errStale,
+			message: fmt.Sprintf("its watch is behind: it has come to resource version %d, and this host's Node has %d", have, f.required),
+		}
 	}
 
 	name := f.cache.own
@@ -266,15 +269,6 @@ func (f *follower) probe(ctx context.Context) error {
 		})
 	})
 	return nil
-}
-
-// stale returns the error of a watch that is stale: an apiError that wraps errStale. have and want
-// are revisions.
-func (c *client) stale(have, want int64) error {
-	return &apiError{
-		host: c.host, kind: "stale", cause: errStale,
-		message: fmt.Sprintf("its watch is behind: it has come to resource version %d, and this host's Node has %d", have, want),
-	}
 }
 
 // errStale means that a watch is behind the store: see follower.

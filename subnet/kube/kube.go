@@ -28,6 +28,7 @@
 package kube
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"sync"
@@ -47,13 +48,9 @@ func New(cfg Config) (*Manager, error) {
 	if cfg.NodeName == "" && (cfg.PodName == "" || cfg.PodNamespace == "") {
 		return nil, errors.New("the node's name is not known: NODE_NAME, or POD_NAME and POD_NAMESPACE, must be set in the environment")
 	}
-	if cfg.AnnotationPrefix == "" {
-		cfg.AnnotationPrefix = annotation.DefaultPrefix
-	}
-
-	p, err := annotation.Prefix(cfg.AnnotationPrefix)
+	k, err := cfg.keys()
 	if err != nil {
-		return nil, fmt.Errorf("annotation prefix %q: %w", cfg.AnnotationPrefix, err)
+		return nil, err
 	}
 	rc, err := restConfig(cfg)
 	if err != nil {
@@ -63,7 +60,6 @@ func New(cfg Config) (*Manager, error) {
 	if err != nil {
 		return nil, err
 	}
-	k := annotation.NewKeys(p)
 	m := &Manager{
 		cfg: cfg, client: c, keys: k, decoder: wire.NewDecoder(k[:], cfg.LocationLabel), outage: loglimit.NewOutage("the Kubernetes API", cfg.OnStatus),
 		timing: defaultTiming(),
@@ -119,6 +115,14 @@ type Config struct {
 	OnStatus func(error)
 
 	operator bool // see operatorConfig
+}
+
+func (c Config) keys() (*annotation.Keys, error) {
+	p, err := annotation.Prefix(cmp.Or(c.AnnotationPrefix, annotation.DefaultPrefix))
+	if err != nil {
+		return nil, fmt.Errorf("annotation prefix %q: %w", c.AnnotationPrefix, err)
+	}
+	return annotation.NewKeys(p), nil
 }
 
 // Manager is a subnet.Manager on the Kubernetes API. It is safe for concurrent use.
