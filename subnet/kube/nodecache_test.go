@@ -165,6 +165,25 @@ func TestNodesDoNotFillTheLog(t *testing.T) {
 	}
 }
 
+// TestReplacedNodeCanBeRead lists a readable Node in the place of an unreadable one with its name. The log must say
+// that the Node can be read again.
+func TestReplacedNodeCanBeRead(t *testing.T) {
+	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
+	ctx := klog.NewContext(t.Context(), logger)
+	cache := (&Manager{keys: defaultKeys()}).newNodeCache(ctx)
+	cache.entries = map[string]*entry{"n1": {name: "n1", uid: "former", err: errors.New("wrong")}}
+	cache.logUnreadable(ctx, cache.entries["n1"])
+	next := cache.successor()
+	n := newNode("n1", 1)
+	if next.put(wiretest.Decode(t, newDecoder(), n, false), true, cache) {
+		t.Errorf("a Node with uid %q counts as the former one", n.UID)
+	}
+	next.logUnreadable(ctx, next.entries["n1"])
+	if log := logger.GetSink().(ktesting.Underlier).GetBuffer().String(); !strings.Contains(log, "can be read again") {
+		t.Errorf("the log is\n%s", log)
+	}
+}
+
 // TestUnusablePodCIDRsOfUnmanagedNode expects that podCIDRs that cannot be used are a problem only while flannel
 // manages the Node, also after the audit has corrected the entry.
 func TestUnusablePodCIDRsOfUnmanagedNode(t *testing.T) {
