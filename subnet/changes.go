@@ -61,9 +61,7 @@ func networkOf(cfg Config, f prefix.Family) (network, pool string) {
 
 func sortedPrefixes(ps []netip.Prefix) []netip.Prefix {
 	s := slices.Concat([]netip.Prefix{}, ps)
-	slices.SortFunc(s, func(a, b netip.Prefix) int {
-		return cmp.Or(a.Addr().Compare(b.Addr()), cmp.Compare(a.Bits(), b.Bits()))
-	})
+	slices.SortFunc(s, netip.Prefix.Compare)
 	return slices.Compact(s)
 }
 

@@ -169,7 +169,8 @@ func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 		delete(l.unreadable, key)
 		switch _, held := l.held[key]; {
 		case lease != nil:
-			l.put(knownLease{lease, now})
+			l.remove(key)
+			l.peers[key] = knownLease{lease, now}
 		case !held: // a held peer stays, because the store did not have it before either
 			l.remove(key)
 		}
@@ -187,11 +188,6 @@ func (l *Ledger) Keep(key string, kept map[string]uint64) {
 // HasUnreadable reports whether the store has a lease about which nothing is known, because it
 // cannot be read and never could.
 func (l *Ledger) HasUnreadable() bool { return len(l.unreadable) > 0 }
-
-func (l *Ledger) put(k knownLease) {
-	l.remove(k.Key)
-	l.peers[k.Key] = k
-}
 
 func (l *Ledger) remove(key string) {
 	delete(l.peers, key)

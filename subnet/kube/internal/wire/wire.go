@@ -36,14 +36,14 @@ func unwrap(b []byte) ([]byte, error) {
 
 // StatusError is an error that an API server has sent, as a Status.
 type StatusError struct {
-	Code            int // the HTTP status
-	Reason, Message string
-	Causes          []string // the reason of each cause
+	Code    int // the HTTP status
+	Message string
+	Causes  []string // the reason of each cause
 }
 
 // Error implements error.
 func (e *StatusError) Error() string {
-	return oneline.Collapse(fmt.Sprintf("status %d %s: %s", e.Code, e.Reason, e.Message))
+	return oneline.Collapse(fmt.Sprintf("status %d: %s", e.Code, e.Message))
 }
 
 // DecodeStatus decodes a Status, which is the body of an answer that refuses a request. Servers
@@ -62,8 +62,6 @@ func decodeStatus(b []byte) (*StatusError, error) {
 		switch f.number {
 		case 3:
 			e.Message = string(f.bytes)
-		case 4:
-			e.Reason = string(f.bytes)
 		case 5:
 			return e.details(f.bytes)
 		case 6:
