@@ -421,7 +421,7 @@ func (c *client) close() error {
 	c.mu.Unlock()
 	c.end()
 	if c.login != nil {
-		c.login.background.Wait()
+		c.login.wait()
 	}
 	if conn == nil {
 		return nil

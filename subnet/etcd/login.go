@@ -36,8 +36,6 @@ type login struct {
 	before  bool          // a login was started before
 	err     error         // the error of the last login; nil if it succeeded
 	running chan struct{} // closed when the login in progress ends; nil if there is none
-
-	background sync.WaitGroup // the login in progress
 }
 
 // errLoggingIn is the error of a request that did not get a token before its deadline, because the
@@ -85,7 +83,7 @@ func (l *login) start(life context.Context) (valid bool, token string, running c
 		}
 		l.before = true
 		l.worked = false
-		l.background.Go(func() { l.run(life, pause) })
+		go l.run(life, pause)
 	}
 	return l.valid, l.token, l.running
 }
@@ -121,6 +119,16 @@ func (l *login) observe(token string, err error) bool {
 		l.worked = true
 	}
 	return false
+}
+
+// wait blocks until no login is in progress.
+func (l *login) wait() {
+	l.mu.Lock()
+	running := l.running
+	l.mu.Unlock()
+	if running != nil {
+		<-running
+	}
 }
 
 // refused reports whether err means that etcd has refused the token of a request. In that case etcd
