@@ -42,7 +42,7 @@ func each(b []byte, on func(field) error) error {
 		b = b[n:]
 
 		f := field{number: int(number), kind: kind}
-		switch kind { //nolint:exhaustive // the content of the others is not needed
+		switch kind {
 		case protowire.VarintType:
 			f.value, n = protowire.ConsumeVarint(b)
 		case protowire.BytesType:
