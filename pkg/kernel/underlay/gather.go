@@ -4,17 +4,14 @@ package underlay
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"slices"
-	"syscall"
 	"time"
 
 	"github.com/vishvananda/netlink"
-	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
@@ -227,121 +224,54 @@ func readReach(dst netip.Addr) Reach {
 	return r
 }
 
-// dumpTimeout limits the wait for the next message of a dump.
-const dumpTimeout = 5 * time.Second
-
-// listDefaults returns the default routes of family f in the main table, in the kernel's order. It does
-// not read the whole IPv4 table: a router may have a million routes, and the kernel sorts by destination.
+// listDefaults returns the default routes of family f in the main table, in the kernel's order.
 func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
-	s, err := nl.Subscribe(unix.NETLINK_ROUTE)
+	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
 		return nil, err
 	}
-	defer s.Close() // it also ends the dump
-
-	timeout := unix.NsecToTimeval(int64(dumpTimeout))
-	if err := s.SetReceiveTimeout(&timeout); err != nil {
-		return nil, err
-	}
+	defer h.Close()
 
 	// With strict checking the kernel sends only the routes of the table in the request.
-	if err := unix.SetsockoptInt(s.GetFd(), unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1); err != nil {
+	if err := h.SetStrictCheck(true); err != nil {
 		return nil, err
 	}
 
-	req := nl.NewNetlinkRequest(unix.RTM_GETROUTE, unix.NLM_F_DUMP)
-	family := uint8(unix.AF_INET)
-	if f == prefix.IPv6 {
-		family = unix.AF_INET6
-	}
-	req.AddData(&nl.RtMsg{RtMsg: unix.RtMsg{Family: family, Table: unix.RT_TABLE_MAIN}})
-	if err := s.Send(req); err != nil {
-		return nil, err
-	}
-
-	for {
-		messages, _, err := s.Receive()
-		if errors.Is(err, unix.EINTR) {
-			continue
-		}
-		if err != nil {
-			return nil, err
-		}
-		for _, m := range messages {
-			if done, err := collect(&defaults, f, m); done {
-				return defaults, err
+	family := map[prefix.Family]int{prefix.IPv4: netlink.FAMILY_V4, prefix.IPv6: netlink.FAMILY_V6}[f]
+	main := &netlink.Route{Table: unix.RT_TABLE_MAIN}
+	over := false
+	err = h.RouteListFilteredIter(family, main, netlink.RT_FILTER_TABLE, func(r netlink.Route) (more bool) {
+		if ones, _ := r.Dst.Mask.Size(); ones > 0 {
+			// The kernel sorts the IPv4 table by destination, and a router may have a million routes. The
+			// library would receive all of them.
+			if over = f == prefix.IPv4 && !r.Dst.IP.IsUnspecified(); over {
+				h.Close()
 			}
+			return !over
 		}
-	}
-}
 
-// collect adds the default route in one message of a route dump to defaults, if there is one. done
-// reports that no other can follow.
-func collect(defaults *[]DefaultRoute, f prefix.Family, m syscall.NetlinkMessage) (done bool, err error) {
-	if m.Header.Flags&unix.NLM_F_DUMP_INTR != 0 {
-		return true, netlink.ErrDumpInterrupted
-	}
-	if (m.Header.Type == unix.NLMSG_DONE || m.Header.Type == unix.NLMSG_ERROR) && len(m.Data) >= 4 {
-		errno := syscall.Errno(-int32(binary.NativeEndian.Uint32(m.Data)))
-		if errno == 0 || errno == unix.ENOENT { // the table does not exist, so it has no routes
-			return true, nil
+		d := DefaultRoute{Family: f, Metric: r.Priority}
+		d.add(r.LinkIndex)
+		for _, hop := range r.MultiPath {
+			d.add(hop.LinkIndex)
 		}
-		return true, errno
-	}
-	if m.Header.Type != unix.RTM_NEWROUTE || len(m.Data) < unix.SizeofRtMsg {
-		return false, nil
-	}
 
-	rt := nl.DeserializeRtMsg(m.Data)
-	if f == prefix.IPv6 && rt.Dst_len != 0 {
-		return false, nil
-	}
-
-	attrs, err := syscall.ParseNetlinkRouteAttr(&m)
-	if err != nil {
-		return true, fmt.Errorf("parse route: %w", err)
-	}
-
-	r := DefaultRoute{Family: f}
-	zero := true
-	for _, a := range attrs {
-		switch a.Attr.Type {
-		case unix.RTA_DST:
-			zero = !slices.ContainsFunc(a.Value, func(b byte) bool { return b != 0 })
-		case unix.RTA_OIF:
-			r.add(int(binary.NativeEndian.Uint32(a.Value)))
-		case unix.RTA_PRIORITY:
-			r.Metric = int(binary.NativeEndian.Uint32(a.Value))
-		case unix.RTA_MULTIPATH:
-			r.addHops(a.Value)
+		// Some systems keep an unreachable default route as a backstop. It carries no traffic, so it does
+		// not count. Neither do routes for a type of service.
+		if r.Type == unix.RTN_UNICAST && r.Tos == 0 {
+			defaults = append(defaults, d)
 		}
+		return true
+	})
+	if over || errors.Is(err, unix.ENOENT) { // without the table there are no routes
+		err = nil
 	}
-
-	// Some systems keep an unreachable default route as a backstop. It carries no
-	// traffic, so it does not count.
-	if rt.Dst_len == 0 && rt.Type == unix.RTN_UNICAST && rt.Tos == 0 {
-		*defaults = append(*defaults, r)
-	}
-	return f == prefix.IPv4 && !zero, nil
+	return defaults, err
 }
 
 func (r *DefaultRoute) add(link int) {
 	// Packets to several gateways on one link leave through a single interface.
 	if link > 0 && !slices.Contains(r.Links, link) {
 		r.Links = append(r.Links, link)
-	}
-}
-
-// addHops adds the links of an RTA_MULTIPATH attribute, a sequence of struct rtnexthop with
-// attributes.
-func (r *DefaultRoute) addHops(b []byte) {
-	for len(b) >= unix.SizeofRtNexthop {
-		n := int(binary.NativeEndian.Uint16(b))
-		if n < unix.SizeofRtNexthop || n > len(b) {
-			return
-		}
-		r.add(int(int32(binary.NativeEndian.Uint32(b[4:]))))
-		const alignment = 4
-		b = b[min((n+alignment-1)&^(alignment-1), len(b)):]
 	}
 }

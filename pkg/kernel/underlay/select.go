@@ -52,10 +52,6 @@ type choice struct {
 // an address in every enabled family. If none of them is set, it takes the interface that has a public
 // address, or else the best candidate. The error has one line.
 func choose(f Facts, o Options) (choice, error) {
-	if err := o.check(); err != nil {
-		return choice{}, err
-	}
-
 	s := selector{f, o}
 	var failed []string
 	for _, a := range s.attempts() {

@@ -496,31 +496,6 @@ func TestSelectSkipsPodInterfaces(t *testing.T) {
 	}
 }
 
-func TestSelectRefusesNonsense(t *testing.T) {
-	for _, tt := range []struct {
-		opts Options
-		want string
-	}{
-		{Options{}, "no address family is enabled, want IPv4, IPv6 or both"},
-		{Options{Families: []prefix.Family{prefix.IPv6, prefix.IPv4}}, "address families [IPv6 IPv4]: want IPv4, IPv6 or both, IPv4 first"},
-		{Options{Families: []prefix.Family{prefix.IPv4, prefix.IPv4}}, "address families [IPv4 IPv4]: want IPv4, IPv6 or both, IPv4 first"},
-		{Options{Families: []prefix.Family{7}}, "address families [IPv7]: want IPv4, IPv6 or both, IPv4 first"},
-		{Options{Families: v4, PublicIP: ip("fd00::1")}, "--public-ip fd00::1: want an IPv4 unicast address"},
-		{Options{Families: v4, PublicIP: ip("::ffff:1.2.3.4")}, "--public-ip ::ffff:1.2.3.4: want an IPv4 unicast address"},
-		{Options{Families: v4, PublicIP: ip("0.0.0.0")}, "--public-ip 0.0.0.0: want an IPv4 unicast address"},
-		{Options{Families: v4, PublicIP: ip("224.0.0.1")}, "--public-ip 224.0.0.1: want an IPv4 unicast address"},
-		{Options{Families: v4, PublicIP: ip("255.255.255.255")}, "--public-ip 255.255.255.255: want an IPv4 unicast address"},
-		{Options{Families: v6, PublicIPv6: ip("1.2.3.4")}, "--public-ipv6 1.2.3.4: want an IPv6 unicast address"},
-		{Options{Families: v6, PublicIPv6: ip("::ffff:1.2.3.4")}, "--public-ipv6 ::ffff:1.2.3.4: want an IPv6 unicast address"},
-		{Options{Families: v6, PublicIPv6: ip("fe80::1%eth0")}, "--public-ipv6 fe80::1%eth0: want an IPv6 unicast address"},
-		{Options{Families: v6, PublicIPv6: ip("ff02::1")}, "--public-ipv6 ff02::1: want an IPv6 unicast address"},
-	} {
-		if _, err := choose(host(), tt.opts); err == nil || err.Error() != tt.want {
-			t.Errorf("%+v:\n got %v\nwant %s", tt.opts, err, tt.want)
-		}
-	}
-}
-
 func TestRefusalListsInterfaces(t *testing.T) {
 	crowd := host()
 	for i := range 30 {

@@ -5,8 +5,6 @@
 package underlay
 
 import (
-	"errors"
-	"fmt"
 	"net"
 	"net/netip"
 	"slices"
@@ -89,25 +87,6 @@ type Options struct {
 	// Reader is shared by all networks of a process, so that they share reads of the facts.
 	// If it is nil, this network reads alone.
 	Reader *Reader
-}
-
-func (o Options) check() error {
-	switch {
-	case len(o.Families) == 0:
-		return errors.New("no address family is enabled, want IPv4, IPv6 or both")
-	case !slices.IsSorted(o.Families) || len(slices.Compact(slices.Clone(o.Families))) != len(o.Families) ||
-		slices.ContainsFunc(o.Families, func(f prefix.Family) bool { return f != prefix.IPv4 && f != prefix.IPv6 }):
-		return fmt.Errorf("address families %v: want IPv4, IPv6 or both, IPv4 first", o.Families)
-	case o.PublicIP.IsValid() && (!o.PublicIP.Is4() || !isUnicast(o.PublicIP)):
-		return fmt.Errorf("--public-ip %s: want an IPv4 unicast address", o.PublicIP)
-	case o.PublicIPv6.IsValid() && (!o.PublicIPv6.Is6() || o.PublicIPv6.Is4In6() || o.PublicIPv6.Zone() != "" || !isUnicast(o.PublicIPv6)):
-		return fmt.Errorf("--public-ipv6 %s: want an IPv6 unicast address", o.PublicIPv6)
-	}
-	return nil
-}
-
-func isUnicast(a netip.Addr) bool {
-	return !a.IsUnspecified() && !a.IsMulticast() && a != netip.AddrFrom4([4]byte{255, 255, 255, 255})
 }
 
 // named is an address together with the option that set it.

@@ -258,9 +258,6 @@ const recheck = time.Second
 // when the time is over: a link-local address, because after a boot that address appears
 // first, or a default route whose interface has no carrier. If ctx ends while Wait waits, Wait returns an error with the cause.
 func Wait(ctx context.Context, o Options, timeout time.Duration) (Interface, error) {
-	if err := o.check(); err != nil {
-		return Interface{}, err
-	}
 	if timeout <= 0 {
 		c, err := chooseNow(ctx, o)
 		return c.Interface, err
