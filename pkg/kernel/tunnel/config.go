@@ -24,7 +24,7 @@ const (
 	CheckOff SourceCheck = "off"
 )
 
-// Config configures a tunnel. All fields except Check and NoSocketOffloads are required.
+// Config configures a tunnel. All fields except Check are required.
 type Config struct {
 	// Device is the TUN device. It stays open when the tunnel ends. Only one tunnel at a
 	// time may use it.
@@ -40,9 +40,6 @@ type Config struct {
 	Check    SourceCheck // empty means CheckNetwork
 	Table    *Table
 	Counters *Counters
-	// NoSocketOffloads disables the offloads of sockets, for tests and for kernels and
-	// network cards whose offloads are broken.
-	NoSocketOffloads bool
 }
 
 func (c Config) inNetworks(a netip.Addr) bool {

@@ -2,11 +2,7 @@
 
 package tunnel
 
-import (
-	"sync/atomic"
-
-	"github.com/flanneld/flanneld/pkg/kernel/tunnel/internal/packet"
-)
+import "sync/atomic"
 
 // Reason is the reason why a packet was dropped.
 type Reason uint8
@@ -65,12 +61,8 @@ func (c *Counters) Dropped() map[string]uint64 {
 	return all
 }
 
-func (c *Counters) drop(r Reason) { c.dropped[r].Add(1) }
-
-func (c *Counters) fault(f packet.Fault) {
-	if f == packet.BadChecksum {
-		c.drop(WrongChecksum)
-		return
-	}
-	c.drop(Malformed)
+// drop counts a packet, and returns that it has not passed.
+func (c *Counters) drop(r Reason) (passed bool) {
+	c.dropped[r].Add(1)
+	return false
 }

@@ -152,15 +152,6 @@ func (d *Device) setOffloads(fd int) error {
 	return fmt.Errorf("set offloads: %w", err)
 }
 
-// WithoutOffloads makes the kernel exchange single, complete packets through the
-// device, like a kernel without offloads. It must be called before a tunnel starts on
-// the device.
-func (d *Device) WithoutOffloads() error {
-	d.tcp = false
-	d.udp = false
-	return d.control(func(fd int) error { return unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, 0) })
-}
-
 // Name returns the device's name.
 func (d *Device) Name() string { return d.name }
 

@@ -124,37 +124,27 @@ func (i *inbound) refusal(from netip.AddrPort) (Reason, bool) {
 // datagram gathers the packet that is in buf from offset at to end, or drops it and reports false.
 func (i *inbound) datagram(at, end int) bool {
 	if i.refused {
-		i.Counters.drop(i.reason)
-		return false
+		return i.Counters.drop(i.reason)
 	}
 	if i.merged && i.merger.Add(at, end) {
 		return true
 	}
 
 	b := i.buf[at:end]
-	h, fault := packet.Parse(b)
-	if fault == packet.NoFault {
-		fault = packet.CheckHeader(b, h)
-	}
-
+	h, ok := packet.Parse(b)
 	switch {
-	case fault != packet.NoFault:
-		i.Counters.fault(fault)
-		return false
-
+	case !ok:
+		return i.Counters.drop(Malformed)
+	case !packet.CheckHeader(b, h):
+		return i.Counters.drop(WrongChecksum)
 	case h.IPv6 != i.socket.local.Addr().Is6():
-		i.Counters.drop(OtherFamily)
-		return false
+		return i.Counters.drop(OtherFamily)
 	case !i.sourceAllowed(h.Src):
-		i.Counters.drop(WrongSource)
-		return false
-
+		return i.Counters.drop(WrongSource)
 	case !packet.Forwardable(h.Dst):
-		i.Counters.drop(WrongDestination)
-		return false
+		return i.Counters.drop(WrongDestination)
 	case h.TTL <= 1:
-		i.Counters.drop(HopsExceeded)
-		return false
+		return i.Counters.drop(HopsExceeded)
 	}
 
 	i.flush()

@@ -4,6 +4,7 @@ package tunnel
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"net"
@@ -13,6 +14,7 @@ import (
 	"time"
 
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/test/lab"
@@ -38,6 +40,19 @@ func modes() []mode {
 		{name: "no socket offloads", noSocketOffloads: true},
 		{name: "no offloads", noDeviceOffloads: true, noSocketOffloads: true},
 	}
+}
+
+// withoutDeviceOffloads makes the kernel exchange single, complete packets through the device, like a
+// kernel without offloads.
+func withoutDeviceOffloads(d *Device) error {
+	d.tcp, d.udp = false, false
+	return d.control(func(fd int) error { return unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, 0) })
+}
+
+func withoutSocketOffloads(s *socket) (err error) {
+	s.segments = false
+	failed := s.raw.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.IPPROTO_UDP, unix.UDP_GRO, 0) })
+	return errors.Join(failed, err)
 }
 
 // end is a host with a tunnel.
@@ -114,7 +129,7 @@ func newEnd(t testing.TB, l *lab.Lab, i int, m mode, change ...func(*Config)) *e
 			e.table.update(nil, peersOf(h, j+1, families))
 		}
 	}
-	c := Config{Networks: networks, Table: e.table, Counters: &Counters{}, NoSocketOffloads: m.noSocketOffloads}
+	c := Config{Networks: networks, Table: e.table, Counters: &Counters{}}
 	for _, f := range families {
 		e.subnets = append(e.subnets, subnetOf(i, f))
 		c.Local = append(c.Local, netip.AddrPortFrom(e.Addr(f), port))
@@ -128,7 +143,7 @@ func newEnd(t testing.TB, l *lab.Lab, i int, m mode, change ...func(*Config)) *e
 			return err
 		}
 		if m.noDeviceOffloads {
-			if err = e.device.WithoutOffloads(); err != nil {
+			if err = withoutDeviceOffloads(e.device); err != nil {
 				return err
 			}
 		}
@@ -138,6 +153,11 @@ func newEnd(t testing.TB, l *lab.Lab, i int, m mode, change ...func(*Config)) *e
 		}
 		if e.Tunnel, err = Open(ctx, c); err != nil {
 			return err
+		}
+		if m.noSocketOffloads {
+			if err = e.sockets.forEach(withoutSocketOffloads); err != nil {
+				return err
+			}
 		}
 		return e.Tunnel.Start()
 	})

@@ -97,52 +97,44 @@ func (o *outbound) take(b []byte) {
 // add adds the packets of one read to the batch, or drops them and reports false.
 func (o *outbound) add(b []byte) bool {
 	if len(b) < packet.OffloadLen {
-		o.Counters.drop(Malformed)
-		return false
+		return o.Counters.drop(Malformed)
 	}
 
 	offload := packet.DecodeOffload(b)
 	b = b[packet.OffloadLen:]
-	h, fault := packet.Parse(b)
-	if fault != packet.NoFault {
-		o.Counters.fault(fault)
-		return false
+	h, ok := packet.Parse(b)
+	if !ok {
+		return o.Counters.drop(Malformed)
 	}
 
 	b = b[:h.Total]
 	s := o.sockets[index(h.IPv6)]
 	switch {
 	case s == nil:
-		o.Counters.drop(OtherFamily)
-		return false
+		return o.Counters.drop(OtherFamily)
 
 	case !o.route(h.Dst):
-		o.Counters.drop(NoRoute)
 		o.sendICMPError(packet.Unreachable, b, h, 0)
-		return false
+		return o.Counters.drop(NoRoute)
 
 	case !packet.Forwardable(h.Src): // with route_localnet the kernel forwards loopback sources
-		o.Counters.drop(WrongSource)
-		return false
+		return o.Counters.drop(WrongSource)
 	case !packet.DecrementTTL(b):
-		o.Counters.drop(HopsExceeded)
 		o.sendICMPError(packet.TimeExceeded, b, h, 0)
-		return false
+		return o.Counters.drop(HopsExceeded)
 	}
 
 	to := netip.AddrPortFrom(o.public, s.local.Port())
 	if offload.Super() {
 		segments, ok := offload.Split(b, h)
 		if !ok {
-			o.Counters.drop(Malformed)
-			return false
+			return o.Counters.drop(Malformed)
 		}
 		o.addAll(s, to, segments)
 		return true
 	}
 	if !offload.Complete(b) {
-		o.Counters.drop(Malformed)
-		return false
+		return o.Counters.drop(Malformed)
 	}
 	copy(o.room(s, to, len(b)), b)
 	return true

@@ -67,7 +67,7 @@ func sendCounts(t *testing.T, frames [][]byte) []int {
 func newLoopback(t *testing.T, subnets ...netip.Prefix) (o *outbound, peers []*socket) {
 	t.Helper()
 	open := func(at netip.AddrPort) *socket {
-		s, err := openSocket(t.Context(), at, false)
+		s, err := openSocket(t.Context(), at)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -61,10 +61,10 @@ func (all sockets) forEach(f func(*socket) error) error {
 	return oneline.Join(errs...)
 }
 
-func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket, error) {
+func openSocket(ctx context.Context, local netip.AddrPort) (*socket, error) {
 	s := &socket{local: local, overhead: Overhead(local.Addr().Is6())}
 	lc := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
-		cerr := c.Control(func(fd uintptr) { err = s.prepare(int(fd), plain) })
+		cerr := c.Control(func(fd uintptr) { err = s.prepare(int(fd)) })
 		return oneline.Join(cerr, err)
 	}}
 
@@ -127,8 +127,8 @@ func (s *socket) family() family {
 	return family{"udp4", unix.AF_INET, unix.IPPROTO_IP, unix.IP_MTU, [2]int{unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_DO}}
 }
 
-// prepare sets the options of the socket, as far as the kernel supports them. plain means no offloads.
-func (s *socket) prepare(fd int, plain bool) error {
+// prepare sets the options of the socket, as far as the kernel supports them.
+func (s *socket) prepare(fd int) error {
 	for _, o := range []struct{ force, ask, size int }{
 		{unix.SO_RCVBUFFORCE, unix.SO_RCVBUF, receiveBuffer}, {unix.SO_SNDBUFFORCE, unix.SO_SNDBUF, sendBuffer},
 	} {
@@ -136,11 +136,9 @@ func (s *socket) prepare(fd int, plain bool) error {
 			_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, o.ask, o.size)
 		}
 	}
-	if !plain {
-		_, err := unix.GetsockoptInt(fd, unix.IPPROTO_UDP, unix.UDP_SEGMENT) // Linux 4.18
-		s.segments = err == nil
-		_ = unix.SetsockoptInt(fd, unix.IPPROTO_UDP, unix.UDP_GRO, 1) // Linux 5.0
-	}
+	_, err := unix.GetsockoptInt(fd, unix.IPPROTO_UDP, unix.UDP_SEGMENT) // Linux 4.18
+	s.segments = err == nil
+	_ = unix.SetsockoptInt(fd, unix.IPPROTO_UDP, unix.UDP_GRO, 1) // Linux 5.0
 
 	_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RXQ_OVFL, 1) // report drops
 

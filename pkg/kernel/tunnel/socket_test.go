@@ -16,7 +16,7 @@ import (
 // TestSocketFull sends more datagrams to a socket than fit its buffer. All datagrams must
 // arrive or be counted as lost.
 func TestSocketFull(t *testing.T) {
-	s, err := openSocket(t.Context(), netip.MustParseAddrPort("127.0.0.1:0"), false)
+	s, err := openSocket(t.Context(), netip.MustParseAddrPort("127.0.0.1:0"))
 	if err != nil {
 		t.Fatal(err)
 	}

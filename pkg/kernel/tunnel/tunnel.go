@@ -48,7 +48,7 @@ type Tunnel struct {
 func Open(ctx context.Context, c Config) (*Tunnel, error) {
 	t := &Tunnel{Config: c, log: klog.FromContext(ctx), done: make(chan struct{})}
 	for _, local := range c.Local {
-		s, err := openSocket(ctx, local, c.NoSocketOffloads)
+		s, err := openSocket(ctx, local)
 		if err != nil {
 			return nil, oneline.Join(err, t.sockets.forEach((*socket).close), t.sockets.forEach((*socket).release))
 		}

@@ -31,22 +31,9 @@ func sum(b []byte, partial uint64) uint64 {
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b), carry)
 	}
 
-	var rest uint64
-	if len(b) >= 4 {
-		rest = uint64(binary.LittleEndian.Uint32(b)) << 32
-		b = b[4:]
-	}
-
-	switch len(b) {
-	case 3:
-		rest += uint64(b[2])<<16 | uint64(binary.LittleEndian.Uint16(b))
-	case 2:
-		rest += uint64(binary.LittleEndian.Uint16(b))
-	case 1:
-		rest += uint64(b[0])
-	}
-
-	s, carry = bits.Add64(s, rest, carry)
+	var rest [8]byte
+	copy(rest[:], b)
+	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(rest[:]), carry)
 	s, carry = bits.Add64(s, 0, carry)
 	return s + carry
 }

@@ -36,8 +36,8 @@ func FuzzDeviceFrame(f *testing.F) {
 			t.Fatal("the header has changed")
 		}
 		b = b[OffloadLen:]
-		h, fault := Parse(b)
-		if fault != NoFault {
+		h, ok := Parse(b)
+		if !ok {
 			return
 		}
 		b = b[:h.Total]
@@ -45,15 +45,15 @@ func FuzzDeviceFrame(f *testing.F) {
 		for _, c := range []ICMPError{Unreachable, TimeExceeded, TooBig} {
 			for _, own := range []netip.Addr{netip.MustParseAddr("10.5.1.0"), netip.MustParseAddr("fd00::1")} {
 				if m := c.Write(make([]byte, MaxICMPError), b, h, own, 1400); m != nil {
-					if _, fault := Parse(m); fault != NoFault {
-						t.Fatalf("an invalid reply: fault %d", fault)
+					if _, ok := Parse(m); !ok {
+						t.Fatalf("an invalid reply: %x", m)
 					}
 				}
 			}
 		}
 		Fragment(make([]byte, 65535), b, h, 600, func(p []byte) {
-			if _, fault := Parse(p); fault != NoFault || len(p) > 600 {
-				t.Fatalf("fragment of %d bytes, fault %d", len(p), fault)
+			if _, ok := Parse(p); !ok || len(p) > 600 {
+				t.Fatalf("fragment of %d bytes, well-formed: %v", len(p), ok)
 			}
 		})
 		if !o.Super() {
@@ -67,8 +67,8 @@ func FuzzDeviceFrame(f *testing.F) {
 		for i := range segments.Count() {
 			p := make([]byte, segments.Len(i))
 			segments.Write(p, i)
-			if _, fault := Parse(p); fault != NoFault {
-				t.Fatalf("part %d of %d: fault %d", i, segments.Count(), fault)
+			if _, ok := Parse(p); !ok {
+				t.Fatalf("part %d of %d is malformed", i, segments.Count())
 			}
 		}
 	})
@@ -108,9 +108,9 @@ func FuzzDatagrams(f *testing.F) {
 			}
 			o := DecodeOffload(b)
 			p := b[OffloadLen:]
-			h, fault := Parse(p)
-			if fault != NoFault || h.Total > len(p) {
-				t.Fatalf("fault %d in %d merged packets", fault, n)
+			h, ok := Parse(p)
+			if !ok || h.Total > len(p) {
+				t.Fatalf("%d merged packets are malformed", n)
 			}
 			if n > 1 {
 				segments, ok := o.Split(p, h)
@@ -128,15 +128,15 @@ func FuzzDatagrams(f *testing.F) {
 		for at := OffloadLen; at < len(buf); at += size {
 			end := min(at+size, len(buf))
 			one := bytes.Clone(buf[at:end])
-			h, fault := Parse(one)
+			h, ok := Parse(one)
 			if len(pending) > 0 && m.Add(at, end) { // Add must accept only valid packets, although nothing has checked this one
-				if fault != NoFault || CheckHeader(one, h) != NoFault || h.Total != len(one) {
-					t.Fatalf("added although it has fault %d:\n%x", fault, one)
+				if !ok || !CheckHeader(one, h) || h.Total != len(one) {
+					t.Fatalf("added although it is malformed:\n%x", one)
 				}
 				pending = append(pending, one)
 				continue
 			}
-			if fault != NoFault || CheckHeader(one, h) != NoFault {
+			if !ok || !CheckHeader(one, h) {
 				continue
 			}
 			finish()

@@ -2,7 +2,7 @@
 
 // Package packet parses IP packets, changes them in place, splits super-packets into
 // single packets, and merges single packets into super-packets. It is pure. Parse
-// accepts any bytes, and reports an invalid packet as a Fault.
+// accepts any bytes.
 //
 //   - ip.go parses IPv4 and IPv6 headers.
 //   - offload.go splits super-packets, and merge.go merges packets into them.
@@ -26,18 +26,6 @@ const (
 const (
 	header4 = 20 // length of an IPv4 header without options
 	header6 = 40 // length of an IPv6 header
-)
-
-// Fault is the defect of a packet. Zero means that there is none.
-type Fault uint8
-
-// The faults of a packet.
-const (
-	NoFault     Fault = iota
-	Truncated         // shorter than its header, or than the length in its header
-	BadVersion        // neither IPv4 nor IPv6
-	BadHeader         // impossible lengths in the header, or an IPv6 packet with an IPv4-mapped address
-	BadChecksum       // wrong checksum of the IPv4 header
 )
 
 // Header contains the fields of an IP header that this package and its callers need:
@@ -64,69 +52,50 @@ func Forwardable(a netip.Addr) bool {
 }
 
 // Parse parses the header of the packet at the start of b, and ignores bytes behind the
-// packet. If it returns a fault, the Header is incomplete. It does not verify the
-// checksum of an IPv4 header; CheckHeader does.
-func Parse(b []byte) (Header, Fault) {
+// packet. It reports false if the packet is malformed: shorter than its header or the length in
+// it, of another version, with impossible lengths, or IPv6 with an IPv4-mapped address, which
+// must not be used on a network. It does not verify the checksum of an IPv4 header; CheckHeader
+// does.
+func Parse(b []byte) (h Header, ok bool) {
 	if len(b) < header4 {
-		return Header{}, Truncated
+		return Header{}, false
 	}
 	switch b[0] >> 4 {
 	case 4:
-		return parse4(b)
+		h = parse4(b)
+		return h, h.Len >= header4 && h.Total >= h.Len && h.Total <= len(b)
 	case 6:
-		return parse6(b)
+		if len(b) >= header6 {
+			h = parse6(b)
+			ok = !h.Src.Is4In6() && !h.Dst.Is4In6() && h.Total <= len(b)
+		}
 	}
-	return Header{}, BadVersion
+	return h, ok
 }
 
-func parse4(b []byte) (Header, Fault) {
+func parse4(b []byte) Header {
 	const moreFragments, dontFragment, offset = 0x2000, 0x4000, 0x1fff
 	frag := binary.BigEndian.Uint16(b[6:])
-	h := Header{
+	return Header{
 		Src: netip.AddrFrom4([4]byte(b[12:16])), Dst: netip.AddrFrom4([4]byte(b[16:20])),
 		Len: int(b[0]&0xf) * 4, Total: int(binary.BigEndian.Uint16(b[2:])), Protocol: b[9], TTL: b[8],
 		DontFragment: frag&dontFragment != 0, Fragment: frag&(moreFragments|offset) != 0, LaterFragment: frag&offset != 0,
 	}
-
-	if h.Len < header4 || h.Total < h.Len {
-		return h, BadHeader
-	}
-	if h.Total > len(b) {
-		return h, Truncated
-	}
-	return h, NoFault
 }
 
-func parse6(b []byte) (Header, Fault) {
-	if len(b) < header6 {
-		return Header{}, Truncated
-	}
-
-	h := Header{
+func parse6(b []byte) Header {
+	return Header{
 		Src: netip.AddrFrom16([16]byte(b[8:24])), Dst: netip.AddrFrom16([16]byte(b[24:40])),
 		Len: header6, Total: header6 + int(binary.BigEndian.Uint16(b[4:])), Protocol: b[6], TTL: b[7],
 		IPv6: true, DontFragment: true,
 	}
-
-	if h.Src.Is4In6() || h.Dst.Is4In6() { // such addresses must not be used on a network
-		return h, BadHeader
-	}
-	if h.Total > len(b) {
-		return h, Truncated
-	}
-	return h, NoFault
 }
 
-// CheckHeader verifies the header checksum of the packet b, whose parsed header is h. It
-// accepts each IPv6 packet, because IPv6 has no header checksum.
-func CheckHeader(b []byte, h Header) Fault {
-	if !h.IPv6 && fold(headerSum(b[:h.Len])) != 0xffff {
-		return BadChecksum
-	}
-	return NoFault
-}
+// CheckHeader reports whether the header checksum of the packet b, whose parsed header is h, is
+// right. IPv6 has none.
+func CheckHeader(b []byte, h Header) bool { return h.IPv6 || fold(headerSum(b[:h.Len])) == 0xffff }
 
-// DecrementTTL decrements the hop limit of a packet in which Parse has found no fault, and
+// DecrementTTL decrements the hop limit of a packet that Parse accepts, and
 // updates the header checksum. If the hop limit would become zero, it reports false and
 // changes nothing.
 func DecrementTTL(b []byte) bool {

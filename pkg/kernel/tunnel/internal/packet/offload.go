@@ -115,9 +115,6 @@ type Segments struct {
 	size      int // payload bytes of each packet except the last
 	count     int
 	tcp, ipv6 bool
-	// The contributions of the headers to the checksums of each packet, without the
-	// fields that differ between packets.
-	ipSum, transportSum uint64
 }
 
 // Split returns the packets of the super-packet b, whose parsed header is h. It reports
@@ -142,36 +139,7 @@ func (o Offload) Split(b []byte, h Header) (Segments, bool) {
 	}
 
 	s.count = (payload + s.size - 1) / s.size
-	s.addHeaders(h.Len)
 	return s, true
-}
-
-// addHeaders computes the sums of the headers. The IP header has n bytes.
-func (s *Segments) addHeaders(n int) {
-	ip := s.packet[:n]
-	t := s.packet[s.transport:s.headers]
-	if !s.ipv6 {
-		s.ipSum = swap(fold(headerSum(ip))) + without(ip, 2, 4, 10) // length, identification and checksum differ
-	}
-
-	// The checksum field contains the sum of the pseudo-header of the super-packet. Only
-	// the length differs for each packet. Recomputing it from the IP header would be
-	// wrong if a routing header contains the real destination.
-	s.transportSum = swap(fold(sum(t, swap(^uint16(len(s.packet)-s.transport)))))
-	if s.tcp {
-		s.transportSum += without(t, 4, 6, 12) // sequence number and flags differ
-	} else {
-		s.transportSum += without(t, 4) // length differs
-	}
-}
-
-// without returns what takes the 16-bit fields at these offsets out of a sum of b: the sum of their
-// complements.
-func without(b []byte, fields ...int) (s uint64) {
-	for _, at := range fields {
-		s += swap(^binary.BigEndian.Uint16(b[at:]))
-	}
-	return s
 }
 
 // Count returns the number of packets, which is at least 1.
@@ -184,39 +152,30 @@ func (s Segments) Len(i int) int { return min(s.headers+s.size, len(s.packet)-i*
 // Write writes packet i to dst, which must have Len(i) bytes.
 func (s Segments) Write(dst []byte, i int) {
 	copy(dst, s.packet[:s.headers])
-	payload := s.packet[s.headers+i*s.size:][:len(dst)-s.headers]
-	copy(dst[s.headers:], payload)
-	if s.ipv6 {
-		binary.BigEndian.PutUint16(dst[4:], uint16(len(dst)-header6))
-	} else {
-		total := uint16(len(dst))
-		number := binary.BigEndian.Uint16(s.packet[4:]) + uint16(i)
-		binary.BigEndian.PutUint16(dst[2:], total)
-		binary.BigEndian.PutUint16(dst[4:], number)
-		binary.BigEndian.PutUint16(dst[10:], ^fold(s.ipSum+swap(total)+swap(number)))
+	copy(dst[s.headers:], s.packet[s.headers+i*s.size:])
+	if !s.ipv6 {
+		binary.BigEndian.PutUint16(dst[4:], binary.BigEndian.Uint16(dst[4:])+uint16(i))
 	}
+	setTotal(dst, s.ipv6)
 
+	// The checksum field contains the sum of the pseudo-header of the super-packet. Only
+	// the length differs for each packet. Recomputing it from the IP header would be
+	// wrong if a routing header contains the real destination.
 	t := dst[s.transport:]
-	c := s.transportSum + swap(uint16(len(t)))
+	lengths := swap(^uint16(len(s.packet)-s.transport)) + swap(uint16(len(t)))
 	if !s.tcp {
 		binary.BigEndian.PutUint16(t[4:], uint16(len(t)))
-		c = sum(payload, c+swap(uint16(len(t))))
-		binary.BigEndian.PutUint16(t[udpChecksum:], nonzero(^fold(c)))
+		binary.BigEndian.PutUint16(t[udpChecksum:], nonzero(^fold(sum(t, lengths))))
 		return
 	}
 
-	sequence := binary.BigEndian.Uint32(s.packet[s.transport+4:]) + uint32(i*s.size)
-	flags := binary.BigEndian.Uint16(s.packet[s.transport+12:]) // the same word contains the length of the header
+	binary.BigEndian.PutUint32(t[4:], binary.BigEndian.Uint32(t[4:])+uint32(i*s.size))
 	const fin, psh, cwr = 0x01, 0x08, 0x80
 	if i < s.count-1 {
-		flags &^= fin | psh
+		t[13] &^= fin | psh
 	}
 	if i > 0 {
-		flags &^= cwr
+		t[13] &^= cwr
 	}
-
-	binary.BigEndian.PutUint32(t[4:], sequence)
-	binary.BigEndian.PutUint16(t[12:], flags)
-	c = sum(payload, c+swap(uint16(sequence>>16))+swap(uint16(sequence))+swap(flags))
-	binary.BigEndian.PutUint16(t[tcpChecksum:], ^fold(c))
+	binary.BigEndian.PutUint16(t[tcpChecksum:], ^fold(sum(t, lengths)))
 }
