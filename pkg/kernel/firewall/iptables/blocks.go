@@ -25,7 +25,7 @@ func Blocks(ctx context.Context, packets []firewall.Packet) (blocks []firewall.B
 		}
 
 		for _, v := range Present(f) {
-			text, err := save(ctx, v, f)
+			text, err := run(ctx, "", v.Program(f)+"-save")
 			if err != nil {
 				errs = append(errs, err)
 				continue
@@ -44,7 +44,7 @@ func Blocks(ctx context.Context, packets []firewall.Packet) (blocks []firewall.B
 // Present returns the variants NFT and Legacy, as far as they are installed and have tables, or Default if neither is
 // installed.
 func Present(f prefix.Family) []Variant {
-	all := slices.DeleteFunc([]Variant{NFT, Legacy}, func(v Variant) bool { return !installed(v.Program(f) + "-save") })
+	all := slices.DeleteFunc(slices.Clone(variants), func(v Variant) bool { return !installed(v.Program(f) + "-save") })
 	if len(all) == 0 && installed(Default.Program(f)+"-save") {
 		return []Variant{Default}
 	}
@@ -148,14 +148,6 @@ func matchesDevice(pattern, name string) answer {
 
 // protocolNumber accepts the names that iptables-save may print.
 func protocolNumber(name string) (uint8, bool) {
-	switch name {
-	case "tcp":
-		return firewall.TCP, true
-	case "icmp":
-		return 1, true
-	case "ipv6-icmp", "icmpv6":
-		return 58, true
-	}
 	if number, ok := parseProtocol(name); ok {
 		return number, true
 	}

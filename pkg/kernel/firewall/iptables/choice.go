@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
@@ -14,12 +15,12 @@ import (
 
 const hintTable = "mangle" // contains the hints
 
-// hints returns the chains that show which variant kubelet uses, and then the chain of kube-proxy, which
+// hints are the chains that show which variant kubelet uses, and then the chain of kube-proxy, which
 // counts only if kubelet has none. The containers of Kubernetes follow kubelet's chains as well, and read
 // nftables first.
-func hints() [][]string {
-	return [][]string{{"KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"}, {"KUBE-PROXY-CANARY"}}
-}
+var hints = [][]string{{"KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"}, {"KUBE-PROXY-CANARY"}}
+
+var variants = []Variant{NFT, Legacy}
 
 // Choose returns the variant of iptables, legacy or nft, that other software on this host uses, and the
 // reason for the choice. It follows the chains of Kubernetes if there are any, and otherwise prefers the
@@ -31,16 +32,28 @@ func hints() [][]string {
 // reason. If inNFT fails, it returns Legacy with the error as the reason. It returns Default if the rules
 // cannot be read, or if other software has equally many rules in both variants, such as none.
 func Choose(ctx context.Context, families []prefix.Family, inNFT func(prefix.Family, string) (bool, error)) (v Variant, because string) {
-	for _, v := range []Variant{NFT, Legacy} {
-		if !v.complete(families) {
-			return Default, ""
-		}
+	if slices.ContainsFunc(variants, func(v Variant) bool { return !v.complete(families) }) {
+		return Default, ""
 	}
 	if _, err := inNFT(prefix.IPv4, hintTable); err != nil {
 		return Legacy, err.Error()
 	}
 
-	v, because, err := chooser{save: save, tables: map[Variant]tablesFunc{NFT: inNFT, Legacy: inLegacy}}.choose(ctx)
+	v, because, err := choose(func(v Variant, f prefix.Family, tables []string) (dump, error) {
+		for _, name := range tables {
+			there := slices.Contains(legacyTables(f), name)
+			if v == NFT {
+				var err error
+				if there, err = inNFT(f, name); err != nil {
+					return nil, err
+				}
+			}
+			if there {
+				return save(ctx, v, f, tables)
+			}
+		}
+		return nil, nil
+	})
 	if err != nil {
 		return Default, "cannot read the rules of other programs: " + err.Error()
 	}
@@ -54,53 +67,53 @@ func (v Variant) complete(families []prefix.Family) bool {
 	})
 }
 
-// tablesFunc reports whether a table exists. A program of iptables would create it.
-type tablesFunc func(prefix.Family, string) (bool, error)
-
-func inLegacy(f prefix.Family, name string) (bool, error) {
-	return slices.Contains(legacyTables(f), name), nil
+// save returns the rules of a variant, in one table or in all of several.
+func save(ctx context.Context, v Variant, f prefix.Family, tables []string) (dump, error) {
+	var args []string
+	if len(tables) == 1 {
+		args = []string{"-t", tables[0]}
+	}
+	text, err := run(ctx, "", v.Program(f)+"-save", args...)
+	if errors.Is(err, ErrMissing) { // for a family that the network does not have
+		err = nil
+	}
+	return parseSave(text), err
 }
 
-func save(ctx context.Context, v Variant, f prefix.Family, args ...string) (string, error) {
-	return run(ctx, "", v.Program(f)+"-save", args...)
-}
-
-// chooser reads the rules of both families, independently of the families of the network.
-type chooser struct {
-	tables map[Variant]tablesFunc
-	save   func(context.Context, Variant, prefix.Family, ...string) (string, error)
-}
-
-func (c chooser) choose(ctx context.Context) (v Variant, because string, err error) {
-	hinted := map[Variant][]string{}
-	rules := map[Variant]int{}
-	for _, v := range []Variant{NFT, Legacy} {
-		err := c.each(ctx, v, []string{hintTable}, []string{"-t", hintTable}, func(d dump) {
-			for chain := range d[hintTable] {
-				hinted[v] = append(hinted[v], chain)
+// choose chooses by the rules of both families, independently of the families of the network. read returns
+// the rules in these tables, and none if none of the tables exists: a program of iptables would create it.
+func choose(read func(v Variant, f prefix.Family, tables []string) (dump, error)) (v Variant, because string, err error) {
+	each := func(take func(Variant, dump), tables ...string) error {
+		for _, v := range variants {
+			for _, f := range families() {
+				d, err := read(v, f, tables)
+				if err != nil {
+					return err
+				}
+				take(v, d)
 			}
-		})
-		if err != nil {
-			return Default, "", err
 		}
+		return nil
 	}
 
-	for _, names := range hints() {
-		for _, v := range []Variant{NFT, Legacy} {
+	hinted := map[Variant][]string{}
+	err = each(func(v Variant, d dump) { hinted[v] = slices.AppendSeq(hinted[v], maps.Keys(d[hintTable])) }, hintTable)
+	if err != nil {
+		return Default, "", err
+	}
+	for _, names := range hints {
+		for _, v := range variants {
 			if i := slices.IndexFunc(names, func(name string) bool { return slices.Contains(hinted[v], name) }); i >= 0 {
 				return v, "it has the chain " + names[i], nil
 			}
 		}
 	}
 
-	for _, v := range []Variant{NFT, Legacy} {
-		err := c.each(ctx, v, append(Tables(), "raw"), nil, func(d dump) { rules[v] += foreign(d) })
-		if err != nil {
-			return Default, "", err
-		}
-	}
-
+	rules := map[Variant]int{}
+	err = each(func(v Variant, d dump) { rules[v] += foreign(d) }, append(Tables(), "raw")...)
 	switch nft, legacy := rules[NFT], rules[Legacy]; {
+	case err != nil:
+		return Default, "", err
 	case nft > legacy:
 		return NFT, fmt.Sprintf("rules of others: %d there, %d in legacy", nft, legacy), nil
 	case legacy > nft:
@@ -108,29 +121,6 @@ func (c chooser) choose(ctx context.Context) (v Variant, because string, err err
 	default:
 		return Default, fmt.Sprintf("rules of others: %d in each", nft), nil
 	}
-}
-
-// each calls take with the rules of one variant, for each family that has one of the named tables.
-func (c chooser) each(ctx context.Context, v Variant, tables, args []string, take func(dump)) error {
-	for _, f := range families() {
-		for _, name := range tables {
-			there, err := c.tables[v](f, name)
-			if err != nil {
-				return err
-			}
-			if !there {
-				continue
-			}
-
-			text, err := c.save(ctx, v, f, args...)
-			if err != nil && !errors.Is(err, ErrMissing) {
-				return err
-			}
-			take(parseSave(text))
-			break
-		}
-	}
-	return nil
 }
 
 // foreign counts the rules that have nothing to do with a chain of flanneld.

@@ -3,8 +3,8 @@
 package iptables
 
 import (
-	"context"
 	"errors"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -63,29 +63,19 @@ func TestChoose(t *testing.T) {
 		"read fails":            {map[string]string{"iptables-legacy": others(2), "iptables-nft": "error"}, Default, "error", 2},
 	} {
 		runs := 0
-		there := func(v Variant) tablesFunc {
-			return func(f prefix.Family, table string) (bool, error) {
-				text := tt.host[v.Program(f)]
-				return text == "error" || strings.Contains(text, "*"+table+"\n"), nil
+		got, because, err := choose(func(v Variant, f prefix.Family, tables []string) (dump, error) {
+			text := tt.host[v.Program(f)]
+			if text != "error" && !slices.ContainsFunc(tables, func(name string) bool { return strings.Contains(text, "*"+name+"\n") }) {
+				return nil, nil
 			}
-		}
-		c := chooser{
-			tables: map[Variant]tablesFunc{NFT: there(NFT), Legacy: there(Legacy)},
-			save: func(_ context.Context, v Variant, f prefix.Family, args ...string) (string, error) {
-				runs++
-				text := tt.host[v.Program(f)]
-				if text == "error" {
-					return "", errors.New(text)
-				}
-				if i := slices.Index(args, "-t"); i >= 0 {
-					_, text, _ = strings.Cut(text, "*"+args[i+1]+"\n")
-					text, _, _ = strings.Cut(text, "COMMIT\n")
-					text = "*" + args[i+1] + "\n" + text
-				}
-				return text, nil
-			},
-		}
-		got, because, err := c.choose(t.Context())
+			runs++
+			if text == "error" {
+				return nil, errors.New(text)
+			}
+			d := parseSave(text)
+			maps.DeleteFunc(d, func(table string, _ chains) bool { return !slices.Contains(tables, table) })
+			return d, nil
+		})
 		if err != nil {
 			because = err.Error()
 		}

@@ -38,7 +38,7 @@ func dockerCut(d dump, b firewall.DockerBridge) (cut firewall.DockerCut) {
 
 	// Docker creates a rule for the address of each running container, so follow a packet to each.
 	for _, r := range d["raw"]["PREROUTING"] {
-		for _, c := range conditions(r) {
+		for _, c := range r.conditions {
 			if to, ok := match(c.value, c.not); c.option == "-d" && ok && !to.Not && prefix.Contains(b.Subnet, to.Prefix) {
 				cut.Direct = cut.Direct || b.Drops(to.Prefix.Addr(), func(p firewall.Packet) bool {
 					return d["raw"].follow("PREROUTING", p, nil).verdict == no
@@ -54,6 +54,6 @@ const dockerChains = "DOCKER" // start of the names
 // acceptsMark reports whether Docker has its option --bridge-accept-fwmark.
 func acceptsMark(filter chains) bool {
 	return slices.ContainsFunc(filter["DOCKER-FORWARD"], func(r rule) bool {
-		return r.target == "ACCEPT" && slices.ContainsFunc(conditions(r), func(c condition) bool { return c.option == "--mark" && !c.not })
+		return r.target == "ACCEPT" && slices.ContainsFunc(r.conditions, func(c condition) bool { return c.option == "--mark" && !c.not })
 	})
 }

@@ -5,7 +5,6 @@ package iptables
 import (
 	"net/netip"
 	"slices"
-	"strings"
 
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 )
@@ -19,37 +18,6 @@ const (
 	no
 	yes
 )
-
-// condition is a condition of a rule, such as "! -i docker0".
-type condition struct {
-	not           bool
-	option, value string
-}
-
-// conditions takes a match with several options as several conditions.
-func conditions(r rule) (all []condition) {
-	words, _ := split(r.spec)
-	c := condition{}
-	for i := 0; i < len(words); i++ {
-		switch w := words[i]; {
-		case w == "-j" || w == "-g":
-			return all
-		case w == "!":
-			c.not = true
-		case w == "-m":
-			i++ // the options of the module show the condition
-		case strings.HasPrefix(w, "-"):
-			c.option = w
-			if i+1 < len(words) && !strings.HasPrefix(words[i+1], "-") && words[i+1] != "!" {
-				i++
-				c.value = words[i]
-			}
-			all = append(all, c)
-			c = condition{}
-		}
-	}
-	return all
-}
 
 // outcome is what becomes of a packet in a chain.
 type outcome struct {
@@ -100,7 +68,7 @@ func (c chains) follow(name string, p firewall.Packet, through []string) (o outc
 // meetsAll reports whether the packet meets all conditions of a rule.
 func meetsAll(r rule, p firewall.Packet) answer {
 	all := yes
-	for _, c := range conditions(r) {
+	for _, c := range r.conditions {
 		a := meets(c, p)
 		if c.not && a != unknown {
 			a = yes + no - a

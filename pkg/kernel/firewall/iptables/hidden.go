@@ -18,18 +18,12 @@ import (
 // false if there is no such chain.
 type targetsFunc func(f prefix.Family, table, chain string) (targets []nftables.Target, exists bool, err error)
 
-// corrector corrects the output of iptables-save of one variant.
-type corrector struct {
-	variant Variant
-	targets targetsFunc
-}
-
 // correct corrects d for flanneld's chains and their parents. Of the rules that other programs have
 // created with nft, iptables-save prints some without their conditions, and it prints nothing about a
 // table with a rule that it does not understand. hidden are the names of such tables. A table that
 // cannot be read is nil in d.
-func (c corrector) correct(ctx context.Context, f prefix.Family, d dump) (hidden []string, err error) {
-	hidden, errs := c.readMissing(ctx, f, d)
+func (a *Applier) correct(ctx context.Context, f prefix.Family, d dump) (hidden []string, err error) {
+	hidden, errs := a.readMissing(ctx, f, d)
 	for _, chain := range firewall.Chains() {
 		p := placeOf(chain)
 		have := d[p.table]
@@ -38,7 +32,7 @@ func (c corrector) correct(ctx context.Context, f prefix.Family, d dump) (hidden
 			continue // it cannot be read, or no rule blocks all packets or looks like one of flanneld
 		}
 
-		s := resolver{place: p, targets: c.targets, family: f, have: have, seen: map[string]bool{}}
+		s := resolver{place: p, targets: a.targets, family: f, have: have, seen: map[string]bool{}}
 		if err := s.resolve(p.parent); err != nil {
 			d[p.table] = nil
 			errs = append(errs, err)
@@ -49,7 +43,7 @@ func (c corrector) correct(ctx context.Context, f prefix.Family, d dump) (hidden
 
 // readMissing adds the tables that are missing in d. iptables-save hides those in which one of
 // flanneld's chains, or a parent, exists.
-func (c corrector) readMissing(ctx context.Context, f prefix.Family, d dump) (hidden []string, errs []error) {
+func (a *Applier) readMissing(ctx context.Context, f prefix.Family, d dump) (hidden []string, errs []error) {
 	texts := map[string]string{}
 	for _, chain := range firewall.Chains() {
 		if p := placeOf(chain); d[p.table] == nil {
@@ -64,11 +58,11 @@ func (c corrector) readMissing(ctx context.Context, f prefix.Family, d dump) (hi
 			continue
 		}
 
-		text, err := c.list(ctx, f, p)
+		text, err := a.list(ctx, f, p)
 		if err != nil {
 			delete(texts, p.table) // also for its other chains
 			d[p.table] = nil
-			errs = append(errs, c.refused(f, []string{p.table}, err))
+			errs = append(errs, a.refused(f, []string{p.table}, err))
 			continue
 		}
 		texts[p.table] = before + text
@@ -85,22 +79,22 @@ func (c corrector) readMissing(ctx context.Context, f prefix.Family, d dump) (hi
 }
 
 func likeOurs(r rule) bool {
-	_, _, ok := parse(r.spec)
+	_, _, ok := parse(r)
 	return ok
 }
 
 // list returns flanneld's chain and its parent in the form of iptables -S. It ignores a parent that
 // iptables cannot print.
-func (c corrector) list(ctx context.Context, f prefix.Family, p place) (text string, err error) {
+func (a *Applier) list(ctx context.Context, f prefix.Family, p place) (text string, err error) {
 	for _, chain := range []string{p.chain, p.parent} {
-		_, exists, err := c.targets(f, p.table, chain)
+		_, exists, err := a.targets(f, p.table, chain)
 		if err != nil {
 			return "", err
 		}
 		if !exists {
 			continue
 		}
-		rules, err := run(ctx, "", c.variant.Program(f), "-t", p.table, "-S", chain)
+		rules, err := run(ctx, "", a.programs.variant.Program(f), "-t", p.table, "-S", chain)
 		if err != nil && chain == p.chain {
 			return "", err
 		}
@@ -110,12 +104,12 @@ func (c corrector) list(ctx context.Context, f prefix.Family, p place) (text str
 }
 
 // refused adds to err the tables that iptables-save hides, if any, and a remedy.
-func (c corrector) refused(f prefix.Family, hidden []string, err error) error {
+func (a *Applier) refused(f prefix.Family, hidden []string, err error) error {
 	if len(hidden) == 0 {
 		return err
 	}
 	return fmt.Errorf("%s cannot read table %s: move the rules that were made with nft to a table of their own, or set EnableNFTables: %w",
-		c.variant.Program(f), strings.Join(hidden, ", table "), err)
+		a.programs.variant.Program(f), strings.Join(hidden, ", table "), err)
 }
 
 // resolver reads the targets of rules from nftables, independently of iptables-save. have
@@ -148,13 +142,15 @@ func (s resolver) resolve(chain string) error {
 	same := slices.EqualFunc(listed, targets, func(r rule, l nftables.Target) bool { return (r.target == s.chain) == (l.Name == s.chain) })
 	rules := make([]rule, len(targets))
 	for i, l := range targets {
-		r := rule{target: l.Name, always: l.Always}
-		if same && (!l.Hidden || r.target == s.chain) {
-			r.spec = listed[i].spec
-		} else if r.target == s.chain {
-			r.spec = s.jump()
+		var r rule
+		if same && (!l.Hidden || l.Name == s.chain) {
+			r = listed[i]
+		} else if l.Name == s.chain {
+			r = parseRule(s.jump())
 		}
 
+		r.target = l.Name
+		r.always = l.Always
 		rules[i] = r
 		if r.always {
 			if err := s.resolve(r.target); err != nil {

@@ -26,9 +26,9 @@ const lockWait = 10
 
 // Applier implements firewall.Applier. It is not safe for concurrent use.
 type Applier struct {
-	programs  *Programs
-	corrector corrector
-	trusted   map[prefix.Family]trusted // only for the kernel's own iptables
+	programs *Programs
+	targets  targetsFunc
+	trusted  map[prefix.Family]trusted // only for the kernel's own iptables
 }
 
 // New returns an Applier that uses the programs of variant v.
@@ -36,7 +36,7 @@ func New(v Variant) *Applier { return NewPrograms(v).Applier() }
 
 // Applier returns an Applier that uses p.
 func (p *Programs) Applier() *Applier {
-	return &Applier{programs: p, corrector: corrector{variant: p.variant, targets: nftables.Targets}, trusted: map[prefix.Family]trusted{}}
+	return &Applier{programs: p, targets: nftables.Targets, trusted: map[prefix.Family]trusted{}}
 }
 
 // Apply implements firewall.Applier. If nothing has changed it usually runs one program for
@@ -64,17 +64,14 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 	}
 
 	k, err := a.programs.kind(ctx, f)
-	if errors.Is(err, ErrMissing) && !wanted {
+	if !wanted && (errors.Is(err, ErrMissing) || err == nil && !k.nft && !Legacy.hasTables(f)) {
 		return false, nil
 	}
 	if err != nil {
 		return false, err
 	}
-	if !wanted && !k.nft && !Legacy.hasTables(f) {
-		return false, nil
-	}
 
-	if !k.random {
+	if !k.recent {
 		policies = slices.Clone(policies)
 		for i := range policies {
 			policies[i].Random = false
@@ -86,7 +83,11 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 		return false, nil
 	}
 	delete(a.trusted, f)
-	have, hidden, cost, err := a.read(ctx, f, k)
+	var hidden []string
+	have, cost, err := a.save(ctx, f, k)
+	if err == nil && k.nft {
+		hidden, err = a.correct(ctx, f, have)
+	}
 	if err != nil {
 		err = fmt.Errorf("read rules: %w", err)
 	}
@@ -103,23 +104,13 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 	}
 
 	args := []string{"--noflush"}
-	if k.wait {
+	if k.recent {
 		args = append(args, fmt.Sprintf("--wait=%d", lockWait))
 	}
 	if _, failed := run(ctx, script, a.programs.variant.Program(f)+"-restore", args...); failed != nil {
-		return ctx.Err() != nil, oneline.Join(err, fmt.Errorf("write rules: %w", a.corrector.refused(f, hidden, failed)))
+		return ctx.Err() != nil, oneline.Join(err, fmt.Errorf("write rules: %w", a.refused(f, hidden, failed)))
 	}
 	return true, err
-}
-
-// read returns the existing rules, the tables that iptables-save hides, and its CPU time. If it fails,
-// have is nil, or contains nil for the tables that cannot be read.
-func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump, hidden []string, cost time.Duration, err error) {
-	have, cost, err = a.save(ctx, f, k)
-	if err == nil && k.nft {
-		hidden, err = a.corrector.correct(ctx, f, have)
-	}
-	return have, hidden, cost, err
 }
 
 // save returns the parsed output of iptables-save, and its CPU time.
@@ -127,7 +118,7 @@ func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (_ dump, co
 	program := a.programs.variant.Program(f) + "-save"
 	text, cost, err := measure(ctx, "", program)
 	if _, failed := errors.AsType[*exec.ExitError](err); failed && k.nft {
-		// A single rule of nft can make it fail for all tables. corrector.correct reads those that are
+		// A single rule of nft can make it fail for all tables. correct reads those that are
 		// left out here.
 		d := dump{}
 		for _, table := range append(Tables(), "raw") { // Docker has rules in raw

@@ -50,7 +50,7 @@ func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
 	have, exists := p.have[p.chain]
 	rules := make([]*firewall.Rule, len(have))
 	for i, h := range have {
-		if r, comment, ok := parse(h.spec); ok && comment == p.comment {
+		if r, comment, ok := parse(h); ok && comment == p.comment {
 			rules[i] = &r
 		}
 	}
@@ -96,7 +96,7 @@ func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 	at := 0
 	right := false
 	for _, h := range p.have[p.parent] {
-		r, comment, ok := parse(h.spec)
+		r, comment, ok := parse(h)
 		if ok && t.Legacy(c, r, comment == p.comment) {
 			p.add("-D %s %s", p.parent, h.spec)
 			continue

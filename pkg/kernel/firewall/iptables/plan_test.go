@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 
@@ -92,12 +93,12 @@ func TestProbe(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	const program = Variant("-of-a-test")
 	for text, want := range map[string]kind{
-		"iptables v1.8.9 (nf_tables)": {nft: true, random: true, wait: true},
-		"ip6tables v1.8.9 (legacy)":   {random: true, wait: true},
-		"iptables v1.6.2":             {random: true, wait: true},
+		"iptables v1.8.9 (nf_tables)": {nft: true, recent: true},
+		"ip6tables v1.8.9 (legacy)":   {recent: true},
+		"iptables v1.6.2":             {recent: true},
 		"iptables v1.6.1":             {},
 		"iptables v1.4.21":            {},
-		"iptables v2.0.0 (nf_tables)": {nft: true, random: true, wait: true},
+		"iptables v2.0.0 (nf_tables)": {nft: true, recent: true},
 		"busybox":                     {},
 	} {
 		script := "#!/bin/sh\necho '" + text + "'\n"
@@ -118,6 +119,23 @@ func TestProbe(t *testing.T) {
 	}
 }
 
+// TestParseRule checks what is a condition of a rule.
+func TestParseRule(t *testing.T) {
+	for spec, want := range map[string]rule{
+		`-m comment --comment "-x y" -j DROP`: {target: "DROP", always: true},
+		"-m socket -j DROP":                   {target: "DROP", conditions: []condition{{module: "socket"}}},
+		"-p tcp -m tcp -g user":               {target: "user", conditions: []condition{{option: "-p", value: "tcp"}}},
+		"-m conntrack ! --ctstate NEW":        {conditions: []condition{{not: true, module: "conntrack", option: "--ctstate", value: "NEW"}}},
+		"-s 10.0.0.0/8 odd -j ACCEPT":         {target: "ACCEPT", conditions: []condition{{option: "-s", value: "10.0.0.0/8"}, {}}},
+	} {
+		got := parseRule(spec)
+		got.conditions = slices.DeleteFunc(got.conditions, func(c condition) bool { return c.option == "--comment" })
+		if got.target != want.target || got.always != want.always || !slices.Equal(got.conditions, want.conditions) {
+			t.Errorf("%s: %+v, want %+v", spec, got, want)
+		}
+	}
+}
+
 // FuzzParse checks that a rule with flanneld's comment that parse understands is the same
 // after render and another parse. It also checks that plan returns a complete script if the
 // chains contain any rule.
@@ -130,8 +148,8 @@ func FuzzParse(f *testing.F) {
 	f.Add(`! -s 10.5.0.0/16 -m comment --comment "say \"no\"" -j RETURN`)
 	f.Fuzz(func(t *testing.T, spec string) {
 		p := placeOf(firewall.Postrouting)
-		if r, comment, ok := parse(spec); ok && comment == p.comment {
-			again, _, ok := parse(p.render(r))
+		if r, comment, ok := parse(parseRule(spec)); ok && comment == p.comment {
+			again, _, ok := parse(parseRule(p.render(r)))
 			if !ok || again != r {
 				t.Errorf("%q is parsed as %+v, which is rendered as %q", spec, r, p.render(r))
 			}
@@ -175,7 +193,7 @@ func TestMissingWhereNothingIsWanted(t *testing.T) {
 	p := firewalltest.Policy()
 	p.Networks, p.Former = p.Networks[:1], []netip.Prefix{p.Networks[1].Network}
 	a := New(Default)
-	a.corrector.targets = noChains
+	a.targets = noChains
 	if changed, err := a.Apply(t.Context(), p); err != nil || !changed {
 		t.Errorf("changed %v, %v", changed, err)
 	}
@@ -209,7 +227,7 @@ func TestInterrupted(t *testing.T) {
 	p := firewalltest.Policy()
 	p.Networks = p.Networks[:1]
 	a := New(variant)
-	a.corrector.targets = noChains
+	a.targets = noChains
 	changed, err := a.Apply(ctx, p)
 	if !changed || !errors.Is(err, context.Canceled) {
 		t.Errorf("changed %v, %v", changed, err)

@@ -84,13 +84,11 @@ func (v Variant) Program(f prefix.Family) string {
 // is first needed. They are safe for concurrent use.
 type Programs struct {
 	variant Variant
-
-	mu    sync.Mutex
-	known map[prefix.Family]kind
+	known   sync.Map // of kind, by family
 }
 
 // NewPrograms returns the programs of variant v.
-func NewPrograms(v Variant) *Programs { return &Programs{variant: v, known: map[prefix.Family]kind{}} }
+func NewPrograms(v Variant) *Programs { return &Programs{variant: v} }
 
 // Variant returns Legacy or NFT: the variant that the programs for family f implement. It
 // returns Legacy with an error if it cannot find out.
@@ -104,24 +102,20 @@ func (p *Programs) Variant(ctx context.Context, f prefix.Family) (Variant, error
 
 func (p *Programs) kind(ctx context.Context, f prefix.Family) (kind, error) {
 	// Two calls at the same time may both probe, so that neither waits for the other.
-	p.mu.Lock()
-	k, known := p.known[f]
-	p.mu.Unlock()
-	if known {
-		return k, nil
+	if k, known := p.known.Load(f); known {
+		return k.(kind), nil
 	}
 
 	k, err := p.variant.probe(ctx, f)
 	if err == nil {
-		p.mu.Lock()
-		p.known[f] = k
-		p.mu.Unlock()
+		p.known.Store(f, k)
 	}
 	return k, err
 }
 
-// kind says whether programs are of the variant NFT, and have the options --random-fully and --wait.
-type kind struct{ nft, random, wait bool }
+// kind says whether programs are of the variant NFT, and are recent enough for the options --random-fully and
+// --wait.
+type kind struct{ nft, recent bool }
 
 func (v Variant) probe(ctx context.Context, f prefix.Family) (kind, error) {
 	// The library knows which options a version has, but not the variant, and it would wait for a
@@ -136,7 +130,7 @@ func (v Variant) probe(ctx context.Context, f prefix.Family) (kind, error) {
 	}
 
 	// iptables-restore has --wait since 1.6.2, the version that introduced --random-fully.
-	return kind{nft: strings.Contains(text, "(nf_tables)"), random: t.HasRandomFully(), wait: t.HasRandomFully()}, nil
+	return kind{nft: strings.Contains(text, "(nf_tables)"), recent: t.HasRandomFully()}, nil
 }
 
 // run returns the standard output of a program, or ErrMissing, or an error with its error output.

@@ -97,53 +97,45 @@ func target(a firewall.Action) string {
 }
 
 // parse reports whether render can return the rule, with any comment.
-func parse(spec string) (r firewall.Rule, comment string, ok bool) {
-	words, ok := split(spec)
-	next := func() (w string) {
-		if len(words) == 0 {
-			ok = false
-			return ""
+func parse(have rule) (r firewall.Rule, comment string, ok bool) {
+	for a := firewall.Return; a <= firewall.MasqueradeRandom; a++ {
+		if have.jump == "-j "+target(a) {
+			r.Action = a
 		}
-		w = words[0]
-		words = words[1:]
-		return w
 	}
 
-	for ok && len(words) > 0 {
-		w := next()
-		not := false
-		if w == "!" {
-			w = next()
-			not = true
-		}
-
+	ok = r.Action != 0
+	for _, c := range have.conditions {
+		fits := false
 		switch {
-		case w == "-s":
-			r.Src, ok = match(next(), not)
-		case w == "-d":
-			r.Dst, ok = match(next(), not)
-		case not:
-			ok = false
-		case w == "-p":
-			r.Payload.Protocol, ok = parseProtocol(next())
-		case w == "-m":
-			ok = parseMatch(&r, &comment, next(), next(), next())
-		case w == "-j":
-			r.Action, ok = parseTarget(next(), words)
-			words = nil
-		default:
-			ok = false
+		case c.option == "-s":
+			r.Src, fits = match(c.value, c.not)
+		case c.option == "-d":
+			r.Dst, fits = match(c.value, c.not)
+		case c.not:
+		case c.option == "-p":
+			r.Payload.Protocol, fits = parseProtocol(c.value)
+		case c.option == "--comment":
+			comment = c.value
+			fits = true
+		case c.option == "--mark" && c.module == "mark":
+			r.Marked = true
+			fits = c.value == fmt.Sprintf("%#x/%#x", firewall.Mark, firewall.Mark)
+		case c.option == "--dport" && c.module == "udp":
+			port, err := strconv.ParseUint(c.value, 10, 16)
+			r.Payload.Port = uint16(port)
+			fits = err == nil
 		}
+		ok = ok && fits
 	}
-	return r, comment, ok && r.Action != 0
+	return r, comment, ok
 }
 
-// protocolNames contains the names that iptables-save may use for the protocols of flanneld's
-// rules. render uses the first name of a protocol.
+// protocolNames contains names that iptables-save may use. render uses the first name of a protocol.
 var protocolNames = []struct {
 	name   string
 	number uint8
-}{{"udp", firewall.UDP}, {"4", 4}, {"ipencap", 4}, {"ipv4", 4}, {"ipip", 4}, {"41", 41}, {"ipv6", 41}, {"17", firewall.UDP}}
+}{{"udp", firewall.UDP}, {"4", 4}, {"ipencap", 4}, {"ipv4", 4}, {"ipip", 4}, {"41", 41}, {"ipv6", 41}, {"17", firewall.UDP}, {"tcp", firewall.TCP}, {"icmp", 1}, {"ipv6-icmp", 58}, {"icmpv6", 58}}
 
 func protocolName(number uint8) string {
 	for _, p := range protocolNames {
@@ -163,23 +155,6 @@ func parseProtocol(name string) (number uint8, ok bool) {
 	return 0, false
 }
 
-// parseMatch sets a match in r or comment. It returns false if render never writes such a match.
-func parseMatch(r *firewall.Rule, comment *string, module, option, value string) bool {
-	switch {
-	case module == "comment" && option == "--comment":
-		*comment = value
-		return true
-	case module == "mark" && option == "--mark":
-		r.Marked = true
-		return value == fmt.Sprintf("%#x/%#x", firewall.Mark, firewall.Mark)
-	case module == "udp" && option == "--dport":
-		port, err := strconv.ParseUint(value, 10, 16)
-		r.Payload.Port = uint16(port)
-		return err == nil
-	}
-	return false
-}
-
 func match(s string, not bool) (firewall.Match, bool) {
 	p, err := netip.ParsePrefix(s)
 	if err != nil { // a single address has no length
@@ -187,16 +162,6 @@ func match(s string, not bool) (firewall.Match, bool) {
 		return firewall.Match{Prefix: netip.PrefixFrom(a, a.BitLen()), Not: not}, err == nil && a.Zone() == ""
 	}
 	return firewall.Match{Prefix: p.Masked(), Not: not}, true
-}
-
-func parseTarget(name string, options []string) (firewall.Action, bool) {
-	text := strings.Join(append([]string{name}, options...), " ")
-	for a := firewall.Return; a <= firewall.MasqueradeRandom; a++ {
-		if target(a) == text {
-			return a, true
-		}
-	}
-	return 0, false
 }
 
 // split splits a line of iptables-save into words, which may be quoted.

@@ -14,9 +14,61 @@ type chains map[string][]rule
 
 // rule is an existing rule of any program.
 type rule struct {
-	spec   string // in the form of iptables-save, without "-A" and the chain; empty if iptables-save does not print it
-	target string // the chain or target of its jump or goto
-	always bool   // it applies to every packet
+	spec       string // in the form of iptables-save, without "-A" and the chain; empty if iptables-save does not print it
+	conditions []condition
+	target     string // the chain or target of its jump or goto
+	jump       string // the jump or goto with its options, such as "-j MASQUERADE --random-fully"
+	always     bool   // it applies to every packet
+}
+
+// condition is a condition of a rule, such as "! -i docker0". A match with several options is several
+// conditions.
+type condition struct {
+	not           bool
+	module        string // the last one before the option
+	option, value string // empty if it is not understood
+}
+
+// parseRule parses a rule in the form of iptables-save.
+func parseRule(spec string) rule {
+	r := rule{spec: spec}
+	words, _ := split(spec)
+	var c condition
+	for i := 0; i < len(words); i++ {
+		var next string
+		if i+1 < len(words) {
+			next = words[i+1]
+		}
+		switch w := words[i]; {
+		case w == "-j" || w == "-g":
+			r.target = next
+			r.jump = strings.Join(words[i:], " ")
+			r.always = !slices.ContainsFunc(r.conditions, func(c condition) bool { return c.option != "--comment" })
+			return r
+
+		case w == "!":
+			c.not = true
+		case w == "-m":
+			c.module = next
+			i++
+			options := i+1 < len(words) && (words[i+1] == "!" || strings.HasPrefix(words[i+1], "--"))
+			if !options && next != "tcp" && next != "udp" { // these are after "-p tcp" and "-p udp"
+				r.conditions = append(r.conditions, c)
+			}
+
+		default:
+			if strings.HasPrefix(w, "-") {
+				c.option = w
+			}
+			if c.option == "--comment" || c.option != "" && next != "!" && !strings.HasPrefix(next, "-") {
+				c.value = next
+				i++
+			}
+			r.conditions = append(r.conditions, c)
+			c = condition{module: c.module}
+		}
+	}
+	return r
 }
 
 // parseSave parses the output of iptables-save, or the name of a table and the output of iptables -S.
@@ -35,32 +87,10 @@ func parseSave(text string) dump {
 			table[name] = slices.Clip(table[name])
 		case strings.HasPrefix(line, "-A "):
 			name, spec, _ := strings.Cut(line[len("-A "):], " ")
-			target, always := leadsTo(spec)
-			table[name] = append(table[name], rule{spec, target, always})
+			table[name] = append(table[name], parseRule(spec))
 		}
 	}
 	return d
-}
-
-// leadsTo returns the chain or target of a rule's jump or goto, and whether it applies to every packet.
-func leadsTo(spec string) (target string, always bool) {
-	words, ok := split(spec)
-	if !ok {
-		return "", false
-	}
-
-	always = true
-	for i := 0; i < len(words); i++ {
-		switch {
-		case (words[i] == "-j" || words[i] == "-g") && i+1 < len(words):
-			return words[i+1], always
-		case words[i] == "-m" && i+3 < len(words) && words[i+1] == "comment":
-			i += 3
-		default:
-			always = false
-		}
-	}
-	return "", false
 }
 
 // blocks reports whether no packet passes the rule, or the chain to which it jumps.

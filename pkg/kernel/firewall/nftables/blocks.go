@@ -4,7 +4,6 @@ package nftables
 
 import (
 	"bytes"
-	"cmp"
 	"encoding/binary"
 	"fmt"
 	"slices"
@@ -84,11 +83,8 @@ func devicesOf(chains []*nftables.Chain) (map[*nftables.Chain][]string, error) {
 			return nil, err
 		}
 		c.protocol = uint8(chain.Table.Family)
-		key := attributes(func(ae *netlink.AttributeEncoder) {
-			ae.String(unix.NFTA_CHAIN_TABLE, chain.Table.Name)
-			ae.String(unix.NFTA_CHAIN_NAME, chain.Name)
-		})
-		err = c.get(unix.NFT_MSG_GETCHAIN, 0, key, func(ad *netlink.AttributeDecoder) error {
+		key := chainKey(chain.Table.Name, chain.Name)
+		err = c.get(unix.NFT_MSG_GETCHAIN, 0, key, func(ad *netlink.AttributeDecoder) {
 			for ad.Next() {
 				if ad.Type() == unix.NFTA_CHAIN_HOOK {
 					ad.Nested(func(hook *netlink.AttributeDecoder) error {
@@ -97,7 +93,6 @@ func devicesOf(chains []*nftables.Chain) (map[*nftables.Chain][]string, error) {
 					})
 				}
 			}
-			return nil
 		})
 		c.close()
 		if err != nil {
@@ -160,12 +155,7 @@ type follower struct {
 	raw     []byte // the headers of the packet
 }
 
-func (f follower) ipHeader() int {
-	if f.packet.Src.Is4() {
-		return 20
-	}
-	return 40
-}
+func (f follower) family() prefix.Family { return prefix.FamilyOf(f.packet.Src) }
 
 // passes reports whether c is a base chain for filters that the packet passes.
 func (f follower) passes(c *nftables.Chain) bool {
@@ -177,10 +167,7 @@ func (f follower) passes(c *nftables.Chain) bool {
 		return device != "" && slices.Contains(f.devices[c], device)
 	}
 
-	own := nftables.TableFamilyIPv4
-	if f.packet.Src.Is6() {
-		own = nftables.TableFamilyIPv6
-	}
+	own := nftables.TableFamily(protocol(f.family()))
 	if c.Hooknum == nil || c.Type != nftables.ChainTypeFilter || c.Table.Family != own && c.Table.Family != nftables.TableFamilyINet {
 		return false
 	}
@@ -316,10 +303,7 @@ func (f follower) meta(key expr.MetaKey) []byte {
 	case expr.MetaKeyL4PROTO:
 		return []byte{f.packet.Protocol}
 	case expr.MetaKeyNFPROTO:
-		if f.packet.Src.Is4() {
-			return []byte{unix.NFPROTO_IPV4}
-		}
-		return []byte{unix.NFPROTO_IPV6}
+		return []byte{protocol(f.family())}
 
 	case expr.MetaKeyPROTOCOL:
 		if f.packet.Src.Is4() {
@@ -337,7 +321,8 @@ func (f follower) payload(e *expr.Payload) []byte {
 	switch e.Base {
 	case expr.PayloadBaseNetworkHeader:
 	case expr.PayloadBaseTransportHeader:
-		start += f.ipHeader()
+		h := headerOf(f.family())
+		start += int(h.dst + h.length)
 	default:
 		return nil
 	}
@@ -378,41 +363,21 @@ func compare(e *expr.Cmp, have []byte) (met, known bool) {
 	}
 
 	order := bytes.Compare(have[:len(e.Data)], e.Data)
-	switch e.Op {
-	case expr.CmpOpEq:
-		return order == 0, true
-	case expr.CmpOpNeq:
-		return order != 0, true
-	case expr.CmpOpLt:
-		return order < 0, true
-	case expr.CmpOpLte:
-		return order <= 0, true
-	case expr.CmpOpGt:
-		return order > 0, true
-	case expr.CmpOpGte:
-		return order >= 0, true
-	}
-	return false, false
+	met, known = map[expr.CmpOp]bool{
+		expr.CmpOpEq: order == 0, expr.CmpOpNeq: order != 0, expr.CmpOpLt: order < 0,
+		expr.CmpOpLte: order <= 0, expr.CmpOpGt: order > 0, expr.CmpOpGte: order >= 0,
+	}[e.Op]
+	return met, known
 }
 
-// elements returns the sorted elements of a set, and whether they are limits of intervals.
+// elements returns the elements of a set, and whether they are limits of intervals.
 func (f follower) elements(t *nftables.Table, name string) (elements []nftables.SetElement, interval bool, err error) {
 	set, err := f.conn.GetSetByName(t, name)
 	if err != nil {
 		return nil, false, err
 	}
 	elements, err = f.conn.GetSetElements(set)
-	slices.SortStableFunc(elements, func(a, b nftables.SetElement) int {
-		return cmp.Or(bytes.Compare(a.Key, b.Key), cmp.Compare(limit(b), limit(a))) // the end of an interval before the start of the next
-	})
 	return elements, set.Interval, err
-}
-
-func limit(e nftables.SetElement) int {
-	if e.IntervalEnd {
-		return 1
-	}
-	return 0
 }
 
 // search returns the element that contains key. ok is false if that is not known.
@@ -427,8 +392,9 @@ func search(elements []nftables.SetElement, interval bool, key []byte) (found *n
 			return nil, false
 		case !interval && bytes.Equal(e.Key, key):
 			return &elements[i], true
-		case interval && bytes.Compare(e.Key, key) <= 0:
-			found = &elements[i]
+		case !interval || bytes.Compare(e.Key, key) > 0:
+		case found == nil || bytes.Compare(e.Key, found.Key) > 0 || bytes.Equal(e.Key, found.Key) && found.IntervalEnd:
+			found = &elements[i] // the last limit before key, and the start of an interval rather than the end of one before
 		}
 	}
 	if found != nil && found.IntervalEnd {

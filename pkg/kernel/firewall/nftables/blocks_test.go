@@ -5,8 +5,11 @@ package nftables
 import (
 	"cmp"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
+
+	"github.com/google/nftables"
 
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/firewalltest"
@@ -40,6 +43,7 @@ func TestKernelBlocks(t *testing.T) {
 		"drop of another port":         {table: "chain in { type filter hook input priority 0 ; udp dport 53 drop ; }", packet: tunnel},
 		"drop before the look-up":      {table: "chain raw { type filter hook prerouting priority raw ; iifname eth* meta l4proto udp drop ; }", packet: tunnel, want: "raw the rule with handle"},
 		"drop in an interval":          {table: "chain in { type filter hook input priority 0 ; udp dport { 100-200, 8000-9000 } drop ; }", packet: tunnel, want: "in the rule with handle"},
+		"drop in the second of two":    {table: "chain in { type filter hook input priority 0 ; udp dport { 8000-8471, 8472-9000 } drop ; }", packet: tunnel, want: "in the rule with handle"},
 		"policy of a server":           {table: server + "}", packet: tunnel, want: "in policy drop"},
 		"policy of a server, accepted": {table: server + "udp dport 8472 accept ; }", packet: tunnel},
 		"policy, source in a range":    {table: server + "ip saddr 192.0.2.0-192.0.2.9 accept ; }", packet: tunnel},
@@ -71,5 +75,19 @@ func TestKernelBlocks(t *testing.T) {
 			t.Errorf("%s: %+v, want %q, doubtful %v", name, blocks, tt.want, tt.doubtful)
 		}
 		firewalltest.Shell(t, "nft 'delete table "+table+"'")
+	}
+}
+
+// TestSearch looks for keys in intervals that touch, in any order of their limits.
+func TestSearch(t *testing.T) {
+	limit := func(key byte, end bool) nftables.SetElement { return nftables.SetElement{Key: []byte{key}, IntervalEnd: end} }
+	limits := []nftables.SetElement{limit(2, false), limit(4, true), limit(4, false), limit(6, true)}
+	for range 2 {
+		for key, want := range []bool{false, false, true, true, true, true, false, false} {
+			if found, ok := search(limits, true, []byte{byte(key)}); !ok || (found != nil) != want {
+				t.Errorf("%d in %v: %v, %v, want %v", key, limits, found, ok, want)
+			}
+		}
+		slices.Reverse(limits)
 	}
 }

@@ -68,7 +68,7 @@ func (c *conn) message(typ uint16, flags netlink.HeaderFlags, attrs []byte) netl
 
 // get requests one object, or with netlink.Dump many, and calls take with the attributes of each. It returns
 // nil if the object does not exist, and errRaced if the ruleset changed during a dump.
-func (c *conn) get(typ uint16, flags netlink.HeaderFlags, attrs []byte, take func(*netlink.AttributeDecoder) error) error {
+func (c *conn) get(typ uint16, flags netlink.HeaderFlags, attrs []byte, take func(*netlink.AttributeDecoder)) error {
 	answers, err := c.nl.Execute(c.message(typ, flags, attrs))
 	if errors.Is(err, unix.ENOENT) {
 		return nil
@@ -91,7 +91,8 @@ func (c *conn) get(typ uint16, flags netlink.HeaderFlags, attrs []byte, take fun
 		if err != nil {
 			return err
 		}
-		if err := oneline.Join(take(ad), ad.Err()); err != nil {
+		take(ad)
+		if err := ad.Err(); err != nil {
 			return err
 		}
 	}
@@ -119,15 +120,34 @@ func attributes(fill func(*netlink.AttributeEncoder)) []byte {
 	return b
 }
 
+// chainKey returns the attributes that name a chain, and those that fill adds.
+func chainKey(table, chain string, fill ...func(*netlink.AttributeEncoder)) []byte {
+	return keyed(unix.NFTA_CHAIN_TABLE, table, unix.NFTA_CHAIN_NAME, chain, fill)
+}
+
+// ruleKey returns the attributes that name all rules of a chain, and those that fill adds.
+func ruleKey(table, chain string, fill ...func(*netlink.AttributeEncoder)) []byte {
+	return keyed(unix.NFTA_RULE_TABLE, table, unix.NFTA_RULE_CHAIN, chain, fill)
+}
+
+func keyed(ofTable uint16, table string, ofChain uint16, chain string, fill []func(*netlink.AttributeEncoder)) []byte {
+	return attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(ofTable, table)
+		ae.String(ofChain, chain)
+		for _, f := range fill {
+			f(ae)
+		}
+	})
+}
+
 // generation returns the number of the ruleset, which every change increases.
 func (c *conn) generation() (id uint32, err error) {
-	err = c.get(unix.NFT_MSG_GETGEN, 0, nil, func(ad *netlink.AttributeDecoder) error {
+	err = c.get(unix.NFT_MSG_GETGEN, 0, nil, func(ad *netlink.AttributeDecoder) {
 		for ad.Next() {
 			if ad.Type() == unix.NFTA_GEN_ID {
 				id = ad.Uint32()
 			}
 		}
-		return nil
 	})
 	return id, err
 }

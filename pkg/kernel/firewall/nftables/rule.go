@@ -5,7 +5,8 @@ package nftables
 import (
 	"bytes"
 	"encoding/binary"
-	"math/bits"
+	"math"
+	"net"
 	"net/netip"
 
 	"github.com/google/nftables/expr"
@@ -56,6 +57,10 @@ func encode(f prefix.Family, r firewall.Rule) ([]byte, error) {
 		exprs = append(exprs, &expr.Masq{FullyRandom: r.Action == firewall.MasqueradeRandom})
 	}
 
+	return marshal(f, exprs)
+}
+
+func marshal(f prefix.Family, exprs []expr.Any) ([]byte, error) {
 	var list []netlink.Attribute
 	for _, e := range exprs {
 		b, err := expr.Marshal(protocol(f), e)
@@ -78,7 +83,7 @@ func match(offset, length uint32, m firewall.Match) []expr.Any {
 	if !m.Prefix.IsSingleIP() {
 		exprs = append(exprs, &expr.Bitwise{
 			SourceRegister: register, DestRegister: register, Len: length,
-			Mask: mask(m.Prefix.Bits(), int(length)), Xor: make([]byte, length),
+			Mask: net.CIDRMask(m.Prefix.Bits(), m.Prefix.Addr().BitLen()), Xor: make([]byte, length),
 		})
 	}
 
@@ -105,213 +110,186 @@ func carries(p firewall.Payload) []expr.Any {
 	return exprs
 }
 
-// mask returns a netmask of length bytes.
-func mask(ones, length int) []byte {
-	m := make([]byte, length)
-	for i := range m {
-		m[i] = byte(^(0xff >> min(max(ones-8*i, 0), 8)))
-	}
-	return m
-}
-
 // decode reports whether flannel creates such a rule, in any of the forms in which nft writes it.
 func decode(f prefix.Family, raw []byte) (r firewall.Rule, ok bool) {
-	d := decoding{family: f}
-	fits := true
-	err := eachExpression(raw, func(name string, data []byte) bool {
-		fits = d.take(name, data)
-		return fits
-	})
-	return d.rule, err == nil && fits && d.rule.Action != 0 && d.idle()
-}
-
-// eachExpression calls take with each expression of a rule, until take returns false.
-func eachExpression(raw []byte, take func(name string, data []byte) bool) error {
-	ad, err := decoder(raw)
+	rest, err := expressions(raw)
 	if err != nil {
-		return err
+		return r, false
 	}
 
+	for len(rest) > 0 {
+		e := rest[0]
+		rest = rest[1:]
+		switch e.name {
+		case "counter": // a counter has no effect on packets
+		case "immediate", "masq":
+			r.Action = e.action(f)
+			return r, r.Action != 0 && len(rest) == 0
+		case "meta", "payload":
+			c, left, ok := takeComparison(f, rest)
+			if !ok || !e.addTo(&r, f, c) {
+				return r, false
+			}
+			rest = left
+		default:
+			return r, false
+		}
+	}
+	return r, false
+}
+
+// expression is one of the expressions of a rule, with its attributes.
+type expression struct {
+	name string
+	data []byte
+}
+
+func expressions(raw []byte) (all []expression, err error) {
+	ad, err := decoder(raw)
+	if err != nil {
+		return nil, err
+	}
 	for ad.Next() {
-		var name string
-		var data []byte
+		var one expression
 		ad.Nested(func(e *netlink.AttributeDecoder) error {
 			for e.Next() {
 				switch e.Type() {
 				case unix.NFTA_EXPR_NAME:
-					name = e.String()
+					one.name = e.String()
 				case unix.NFTA_EXPR_DATA:
-					data = e.Bytes()
+					one.data = e.Bytes()
 				}
 			}
 			return nil
 		})
-		if !take(name, data) {
-			return nil
-		}
+		all = append(all, one)
 	}
-	return ad.Err()
+	return all, ad.Err()
 }
 
-// decoding contains the rule that the expressions parsed so far describe, and what they have
-// loaded into the register.
-type decoding struct {
-	family   prefix.Family
-	rule     firewall.Rule
-	payload  *expr.Payload // loaded into the register
-	mark     bool          // loaded into the register
-	protocol bool          // loaded into the register
-	mask     []byte        // netmask applied to the register; nil if none
+func (e expression) read(f prefix.Family, into expr.Any) bool {
+	return expr.Unmarshal(protocol(f), e.data, into) == nil
 }
 
-// idle reports whether the register is free. A rule must compare a value before it can load another
-// one or end.
-func (d *decoding) idle() bool { return d.payload == nil && !d.mark && !d.protocol }
+// comparison is the comparison of a loaded value.
+type comparison struct {
+	expr.Cmp
+	mask []byte // nil if the whole value is compared
+}
 
-// take returns false if flannel creates no rule with this expression in this place.
-func (d *decoding) take(name string, data []byte) bool {
-	if d.rule.Action != 0 {
-		return false // the rule has ended already
+// takeComparison returns the comparison at the start of list, and the expressions that follow it.
+func takeComparison(f prefix.Family, list []expression) (c comparison, rest []expression, ok bool) {
+	if len(list) > 0 && list[0].name == "bitwise" {
+		var b expr.Bitwise
+		if !list[0].read(f, &b) || bytes.ContainsFunc(b.Xor, func(b rune) bool { return b != 0 }) {
+			return c, nil, false
+		}
+		c.mask = b.Mask
+		list = list[1:]
 	}
+	if len(list) == 0 || list[0].name != "cmp" || !list[0].read(f, &c.Cmp) {
+		return c, nil, false
+	}
+	return c, list[1:], c.Op == expr.CmpOpEq || c.Op == expr.CmpOpNeq
+}
 
-	read := func(e expr.Any) bool { return expr.Unmarshal(protocol(d.family), data, e) == nil }
-	idle := d.idle()
-	switch name {
-	case "meta":
-		var e expr.Meta
-		if !idle || !read(&e) || e.SourceRegister {
+// addTo adds the comparison of what e loads to r. It returns false if flannel makes no such one.
+func (e expression) addTo(r *firewall.Rule, f prefix.Family, c comparison) bool {
+	equal := c.Op == expr.CmpOpEq
+	if e.name == "meta" {
+		var m expr.Meta
+		switch {
+		case !e.read(f, &m) || m.SourceRegister || !equal:
+			return false
+		case m.Key == expr.MetaKeyMARK:
+			mark := binary.NativeEndian.AppendUint32(nil, firewall.Mark)
+			r.Marked = true
+			return bytes.Equal(c.Data, mark) && bytes.Equal(c.mask, mark)
+		case m.Key != expr.MetaKeyL4PROTO || c.mask != nil || len(c.Data) != 1 || r.Payload != firewall.Payload{}:
 			return false
 		}
-		d.mark = e.Key == expr.MetaKeyMARK
-		d.protocol = e.Key == expr.MetaKeyL4PROTO
-		return d.mark || d.protocol
-
-	case "payload":
-		var e expr.Payload
-		d.payload = &e
-		return idle && read(&e) && (e.Base == expr.PayloadBaseNetworkHeader || d.readsPort(e))
-
-	case "bitwise":
-		var e expr.Bitwise
-		if idle || d.mask != nil || !read(&e) || bytes.ContainsFunc(e.Xor, func(b rune) bool { return b != 0 }) {
-			return false
-		}
-		d.mask = e.Mask
+		r.Payload.Protocol = c.Data[0]
 		return true
-
-	case "cmp":
-		var e expr.Cmp
-		return !idle && read(&e) && d.compare(e)
-	case "immediate":
-		d.rule.Action = verdict(data)
-		return idle && d.rule.Action != 0
-
-	case "masq":
-		var e expr.Masq
-		if !idle || !read(&e) || e.Random || e.Persistent || e.ToPorts {
-			return false
-		}
-		d.rule.Action = firewall.Masquerade
-		if e.FullyRandom {
-			d.rule.Action = firewall.MasqueradeRandom
-		}
-		return true
-	case "counter":
-		return true // a counter has no effect on packets
-	}
-	return false
-}
-
-// compare adds the comparison of the register with a value to d.rule, if flannel makes such a one.
-func (d *decoding) compare(e expr.Cmp) bool {
-	if d.mark {
-		mark := binary.NativeEndian.AppendUint32(nil, firewall.Mark)
-		d.rule.Marked = e.Op == expr.CmpOpEq && bytes.Equal(e.Data, mark) && bytes.Equal(d.mask, mark)
-		d.mark = false
-		d.mask = nil
-		return d.rule.Marked
 	}
 
-	equal := e.Op == expr.CmpOpEq && d.mask == nil
-	if d.protocol {
-		ok := equal && len(e.Data) == 1 && d.rule.Payload == firewall.Payload{}
-		if ok {
-			d.rule.Payload.Protocol = e.Data[0]
-			d.protocol = false
-		}
-		return ok
-	}
-	if d.readsPort(*d.payload) {
-		ok := equal && len(e.Data) == portLength && d.rule.Payload.Port == 0
-		if ok {
-			d.rule.Payload.Port = binary.BigEndian.Uint16(e.Data)
-			d.payload = nil
-		}
-		return ok
-	}
-
-	h := headerOf(d.family)
-	address := make([]byte, h.length)
-	ones := 8 * int(d.payload.Len)
-	if d.payload.Len > h.length || len(e.Data) != int(d.payload.Len) {
+	var p expr.Payload
+	if !e.read(f, &p) || len(c.Data) != int(p.Len) {
 		return false
 	}
-
-	copy(address, e.Data)
-	if d.mask != nil {
-		ones = 0
-		for _, b := range d.mask {
-			ones += bits.OnesCount8(b)
-		}
-		if !bytes.Equal(d.mask, mask(ones, int(d.payload.Len))) {
+	if p.Base == expr.PayloadBaseTransportHeader { // the destination port of UDP, after a comparison of the protocol
+		port := p.Offset == portOffset && p.Len == portLength && r.Payload == firewall.Payload{Protocol: firewall.UDP}
+		if !port || !equal || c.mask != nil {
 			return false
 		}
+		r.Payload.Port = binary.BigEndian.Uint16(c.Data)
+		return true
 	}
 
+	h := headerOf(f)
+	if p.Base != expr.PayloadBaseNetworkHeader || p.Len > h.length {
+		return false
+	}
+	ones := 8 * int(p.Len)
+	if c.mask != nil {
+		n, of := net.IPMask(c.mask).Size()
+		if of != ones {
+			return false
+		}
+		ones = n
+	}
+
+	to := map[uint32]*firewall.Match{h.src: &r.Src, h.dst: &r.Dst}[p.Offset]
+	if to == nil || to.Prefix.IsValid() {
+		return false
+	}
+	address := make([]byte, h.length)
+	copy(address, c.Data)
 	a, _ := netip.AddrFromSlice(address)
-	m := firewall.Match{Prefix: netip.PrefixFrom(a, ones).Masked(), Not: e.Op == expr.CmpOpNeq}
-	to := &d.rule.Src
-	if d.payload.Offset == h.dst {
-		to = &d.rule.Dst
-	}
-
-	ok := (e.Op == expr.CmpOpEq || m.Not) && (d.payload.Offset == h.src || d.payload.Offset == h.dst) && !to.Prefix.IsValid()
-	*to = m
-	d.payload = nil
-	d.mask = nil
-	return ok
+	*to = firewall.Match{Prefix: netip.PrefixFrom(a, ones).Masked(), Not: !equal}
+	return true
 }
 
-// readsPort reports whether e loads the destination port of UDP, after a comparison of the protocol.
-func (d *decoding) readsPort(e expr.Payload) bool {
-	return e.Base == expr.PayloadBaseTransportHeader && e.Offset == portOffset && e.Len == portLength && d.rule.Payload.Protocol == firewall.UDP
-}
-
-// verdict parses the data of an immediate expression. Not all verdicts have an Action.
-func verdict(data []byte) (a firewall.Action) {
-	for _, nested := range []uint16{unix.NFTA_IMMEDIATE_DATA, unix.NFTA_DATA_VERDICT, unix.NFTA_VERDICT_CODE} {
-		data = attribute(data, nested)
+// action returns 0 if flannel creates no rule that ends like this.
+func (e expression) action(f prefix.Family) firewall.Action {
+	if e.name == "immediate" {
+		code, _ := e.verdict()
+		return verdicts[code].action
 	}
-	if len(data) != 4 {
+	var m expr.Masq
+	switch {
+	case !e.read(f, &m) || m.Random || m.Persistent || m.ToPorts:
 		return 0
+	case m.FullyRandom:
+		return firewall.MasqueradeRandom
 	}
-
-	switch int32(binary.BigEndian.Uint32(data)) {
-	case unix.NFT_RETURN:
-		return firewall.Return
-	case nfAccept:
-		return firewall.Accept
-	case nfDrop:
-		return firewall.Drop
-	}
-	return 0
+	return firewall.Masquerade
 }
 
-// The verdicts of linux/netfilter.h.
+// The verdicts of linux/netfilter.h, and none.
 const (
 	nfDrop   = 0
 	nfAccept = 1
+	noCode   = math.MaxInt32
 )
+
+// verdicts contains the verdicts that do not name a chain, with their names in iptables.
+var verdicts = map[int32]struct {
+	action firewall.Action
+	target string
+}{
+	unix.NFT_RETURN: {firewall.Return, "RETURN"}, nfAccept: {firewall.Accept, "ACCEPT"}, nfDrop: {firewall.Drop, "DROP"},
+}
+
+// verdict returns the verdict of an immediate expression, and the chain of a jump or goto. The code is noCode if
+// the expression loads a register.
+func (e expression) verdict() (code int32, chain string) {
+	v := attribute(attribute(e.data, unix.NFTA_IMMEDIATE_DATA), unix.NFTA_DATA_VERDICT)
+	raw := attribute(v, unix.NFTA_VERDICT_CODE)
+	if len(raw) != 4 {
+		return noCode, ""
+	}
+	return int32(binary.BigEndian.Uint32(raw)), text(attribute(v, unix.NFTA_VERDICT_CHAIN))
+}
 
 func attribute(b []byte, typ uint16) []byte {
 	ad, err := decoder(b)

@@ -33,7 +33,7 @@ type ruleState struct {
 func (c *conn) table(name string) (table, error) {
 	t := table{ours: map[firewall.Chain]chainState{}}
 	attrs := attributes(func(ae *netlink.AttributeEncoder) { ae.String(unix.NFTA_TABLE_NAME, name) })
-	err := c.get(unix.NFT_MSG_GETTABLE, 0, attrs, func(ad *netlink.AttributeDecoder) error {
+	err := c.get(unix.NFT_MSG_GETTABLE, 0, attrs, func(ad *netlink.AttributeDecoder) {
 		t.exists = true
 		for ad.Next() {
 			switch ad.Type() {
@@ -43,7 +43,6 @@ func (c *conn) table(name string) (table, error) {
 				t.chains = ad.Uint32()
 			}
 		}
-		return nil
 	})
 	if err != nil || !t.exists {
 		return t, err
@@ -60,12 +59,7 @@ func (c *conn) table(name string) (table, error) {
 func (c *conn) chain(table string, chain firewall.Chain) (chainState, error) {
 	var s chainState
 	want := specOf(chain)
-	attrs := attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(unix.NFTA_CHAIN_TABLE, table)
-		ae.String(unix.NFTA_CHAIN_NAME, want.name)
-	})
-
-	err := c.get(unix.NFT_MSG_GETCHAIN, 0, attrs, func(ad *netlink.AttributeDecoder) error {
+	err := c.get(unix.NFT_MSG_GETCHAIN, 0, chainKey(table, want.name), func(ad *netlink.AttributeDecoder) {
 		s.exists = true
 		is := spec{name: want.name, comment: want.comment}
 		policy := uint32(0)
@@ -90,16 +84,12 @@ func (c *conn) chain(table string, chain firewall.Chain) (chainState, error) {
 			}
 		}
 		s.right = is == want && policy == nfAccept
-		return nil
 	})
 	if err != nil || !s.exists {
 		return s, err
 	}
-	return s, c.rules(table, want.name, &s)
-}
 
-func (c *conn) rules(table, chain string, s *chainState) error {
-	return c.eachRule(table, chain, func(r ruleState) {
+	return s, c.eachRule(table, want.name, func(r ruleState) {
 		s.rules = append(s.rules, r)
 		var decoded *firewall.Rule
 		if rule, ok := decode(c.family, r.raw); ok {
@@ -110,11 +100,7 @@ func (c *conn) rules(table, chain string, s *chainState) error {
 }
 
 func (c *conn) eachRule(table, chain string, take func(ruleState)) error {
-	attrs := attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(unix.NFTA_RULE_TABLE, table)
-		ae.String(unix.NFTA_RULE_CHAIN, chain)
-	})
-	return c.get(unix.NFT_MSG_GETRULE, netlink.Dump, attrs, func(ad *netlink.AttributeDecoder) error {
+	return c.get(unix.NFT_MSG_GETRULE, netlink.Dump, ruleKey(table, chain), func(ad *netlink.AttributeDecoder) {
 		var r ruleState
 		for ad.Next() {
 			switch ad.Type() {
@@ -125,7 +111,6 @@ func (c *conn) eachRule(table, chain string, take func(ruleState)) error {
 			}
 		}
 		take(r)
-		return nil
 	})
 }
 
@@ -157,9 +142,7 @@ func (c *conn) delTable(name string) netlink.Message {
 
 func (c *conn) newChain(chain firewall.Chain) netlink.Message {
 	s := specOf(chain)
-	return c.message(unix.NFT_MSG_NEWCHAIN, netlink.Create, attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(unix.NFTA_CHAIN_TABLE, tableName(c.family))
-		ae.String(unix.NFTA_CHAIN_NAME, s.name)
+	return c.message(unix.NFT_MSG_NEWCHAIN, netlink.Create, chainKey(tableName(c.family), s.name, func(ae *netlink.AttributeEncoder) {
 		ae.Nested(unix.NFTA_CHAIN_HOOK, func(hook *netlink.AttributeEncoder) error {
 			hook.Uint32(unix.NFTA_HOOK_HOOKNUM, s.hook)
 			hook.Uint32(unix.NFTA_HOOK_PRIORITY, s.priority)
@@ -172,32 +155,23 @@ func (c *conn) newChain(chain firewall.Chain) netlink.Message {
 }
 
 func (c *conn) delChain(chain firewall.Chain) []netlink.Message {
+	table := tableName(c.family)
 	name := specOf(chain).name
 	return []netlink.Message{
-		c.message(unix.NFT_MSG_DELRULE, 0, attributes(func(ae *netlink.AttributeEncoder) { // all rules of the chain
-			ae.String(unix.NFTA_RULE_TABLE, tableName(c.family))
-			ae.String(unix.NFTA_RULE_CHAIN, name)
-		})),
-		c.message(unix.NFT_MSG_DELCHAIN, 0, attributes(func(ae *netlink.AttributeEncoder) {
-			ae.String(unix.NFTA_CHAIN_TABLE, tableName(c.family))
-			ae.String(unix.NFTA_CHAIN_NAME, name)
-		})),
+		c.message(unix.NFT_MSG_DELRULE, 0, ruleKey(table, name)), // all rules of the chain
+		c.message(unix.NFT_MSG_DELCHAIN, 0, chainKey(table, name)),
 	}
 }
 
 // newRule adds a rule at the head of its chain or, if flags contain netlink.Append, at the end.
 func (c *conn) newRule(chain firewall.Chain, expressions []byte, flags netlink.HeaderFlags) netlink.Message {
-	return c.message(unix.NFT_MSG_NEWRULE, netlink.Create|flags, attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(unix.NFTA_RULE_TABLE, tableName(c.family))
-		ae.String(unix.NFTA_RULE_CHAIN, specOf(chain).name)
+	return c.message(unix.NFT_MSG_NEWRULE, netlink.Create|flags, ruleKey(tableName(c.family), specOf(chain).name, func(ae *netlink.AttributeEncoder) {
 		ae.Bytes(unix.NLA_F_NESTED|unix.NFTA_RULE_EXPRESSIONS, expressions)
 	}))
 }
 
 func (c *conn) delRule(chain firewall.Chain, handle uint64) netlink.Message {
-	return c.message(unix.NFT_MSG_DELRULE, 0, attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(unix.NFTA_RULE_TABLE, tableName(c.family))
-		ae.String(unix.NFTA_RULE_CHAIN, specOf(chain).name)
+	return c.message(unix.NFT_MSG_DELRULE, 0, ruleKey(tableName(c.family), specOf(chain).name, func(ae *netlink.AttributeEncoder) {
 		ae.Uint64(unix.NFTA_RULE_HANDLE, handle)
 	}))
 }

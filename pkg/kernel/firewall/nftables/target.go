@@ -3,7 +3,7 @@
 package nftables
 
 import (
-	"encoding/binary"
+	"cmp"
 	"errors"
 	"slices"
 	"strings"
@@ -43,15 +43,7 @@ func Targets(f prefix.Family, table, chain string) (targets []Target, exists boo
 }
 
 func (c *conn) targets(table, chain string) (targets []Target, exists bool, err error) {
-	attrs := attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(unix.NFTA_CHAIN_TABLE, table)
-		ae.String(unix.NFTA_CHAIN_NAME, chain)
-	})
-
-	err = c.get(unix.NFT_MSG_GETCHAIN, 0, attrs, func(*netlink.AttributeDecoder) error {
-		exists = true
-		return nil
-	})
+	err = c.get(unix.NFT_MSG_GETCHAIN, 0, chainKey(table, chain), func(*netlink.AttributeDecoder) { exists = true })
 	if err != nil || !exists {
 		return nil, false, err
 	}
@@ -61,69 +53,46 @@ func (c *conn) targets(table, chain string) (targets []Target, exists bool, err 
 
 // targetOf takes an unknown expression as a condition.
 func targetOf(f prefix.Family, raw []byte) Target {
-	l := Target{Always: true}
-	err := eachExpression(raw, func(name string, data []byte) bool {
-		switch name {
+	all, err := expressions(raw)
+	l := Target{Always: err == nil}
+	for _, e := range all {
+		switch e.name {
 		case "counter", "log":
 		case "match": // a match of iptables
-			l.Always = l.Always && text(attribute(data, unix.NFTA_MATCH_NAME)) == "comment"
+			l.Always = l.Always && text(attribute(e.data, unix.NFTA_MATCH_NAME)) == "comment"
 		case "target":
-			l.Name = text(attribute(data, unix.NFTA_TARGET_NAME))
+			l.Name = text(attribute(e.data, unix.NFTA_TARGET_NAME))
 		case "reject":
 			l.Name = "REJECT"
-		case "immediate":
-			target, ok := verdictTarget(data)
-			l.Name = target
-			l.Always = l.Always && ok
+		case "immediate": // a jump, a goto, or another verdict
+			code, chain := e.verdict()
+			l.Name = cmp.Or(chain, verdicts[code].target)
+			l.Always = l.Always && l.Name != ""
 		default:
 			l.Always = false
-			l.Hidden = l.Hidden || !printed(f, name, data)
+			l.Hidden = l.Hidden || !e.printed(f)
 		}
-		return true
-	})
-	l.Always = l.Always && err == nil
+	}
 	return l
 }
 
 // printed reports whether every version of iptables prints the expression. Versions up to
 // 1.8.7 silently leave out expressions that they have no option for.
-func printed(f prefix.Family, name string, data []byte) bool {
-	switch name {
+func (e expression) printed(f prefix.Family) bool {
+	switch e.name {
 	case "cmp", "bitwise", "masq":
 		return true // these work on a value that another expression has loaded, or are a target
 	case "meta":
-		var e expr.Meta
-		return expr.Unmarshal(protocol(f), data, &e) == nil && slices.Contains([]expr.MetaKey{
+		var m expr.Meta
+		return e.read(f, &m) && slices.Contains([]expr.MetaKey{
 			expr.MetaKeyIIF, expr.MetaKeyOIF, expr.MetaKeyIIFNAME, expr.MetaKeyOIFNAME, expr.MetaKeyL4PROTO, expr.MetaKeyMARK,
-		}, e.Key)
+		}, m.Key)
 	case "payload":
-		var e expr.Payload
+		var p expr.Payload
 		h := headerOf(f)
-		return expr.Unmarshal(protocol(f), data, &e) == nil && e.Base == expr.PayloadBaseNetworkHeader &&
-			slices.Contains([]uint32{h.src, h.dst, h.protocol}, e.Offset)
+		return e.read(f, &p) && p.Base == expr.PayloadBaseNetworkHeader && slices.Contains([]uint32{h.src, h.dst, h.protocol}, p.Offset)
 	}
 	return false
-}
-
-// verdictTarget parses the data of an immediate expression: a jump, a goto, or another verdict.
-func verdictTarget(data []byte) (target string, ok bool) {
-	v := attribute(attribute(data, unix.NFTA_IMMEDIATE_DATA), unix.NFTA_DATA_VERDICT)
-	code := attribute(v, unix.NFTA_VERDICT_CODE)
-	if len(code) != 4 {
-		return "", false // the expression loads a register
-	}
-
-	switch int32(binary.BigEndian.Uint32(code)) {
-	case nfDrop:
-		return "DROP", true
-	case nfAccept:
-		return "ACCEPT", true
-	case unix.NFT_RETURN:
-		return "RETURN", true
-	case unix.NFT_JUMP, unix.NFT_GOTO:
-		return text(attribute(v, unix.NFTA_VERDICT_CHAIN)), true
-	}
-	return "", false
 }
 
 func text(b []byte) string { return strings.TrimRight(string(b), "\x00") }

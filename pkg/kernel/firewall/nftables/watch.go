@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
@@ -60,54 +61,47 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 	if err != nil {
 		return fmt.Errorf("listen to nftables: %w", err)
 	}
-	defer func() { _ = nl.Close() }()
 	if err := nl.SetReadBuffer(listenBuffer); err != nil {
-		return fmt.Errorf("set receive buffer: %w", err)
+		return oneline.Join(fmt.Errorf("set receive buffer: %w", err), nl.Close())
 	}
-	defer context.AfterFunc(ctx, func() { _ = nl.SetReadDeadline(time.Unix(1, 0)) })()
+
+	// Reading goes on during the pauses. A program that has written thousands of rules would otherwise
+	// cause a wake for every few of them, long after it has finished.
+	changed := wait.NewSignal()
+	failed := make(chan error, 1)
+	go func() { failed <- relay(nl, places, changed.Send) }()
+	defer func() {
+		_ = nl.Close()
+		<-failed
+	}()
+
 	wake()
-
-	for ctx.Err() == nil {
-		messages, err := nl.Receive()
-		switch {
-		case ctx.Err() != nil:
-			return nil
-		case errors.Is(err, unix.ENOBUFS): // messages were lost
-		case err != nil:
-			return fmt.Errorf("listen to nftables: %w", err)
-		case !slices.ContainsFunc(messages, func(m netlink.Message) bool { return concerns(m, places) }):
-			continue
-		}
-
-		wake()
-		_ = wait.For(ctx, quiet) // the loop notices the end of ctx
-		if backlog(ctx, nl, places) {
+	for {
+		select {
+		case <-changed:
 			wake()
+			_ = wait.For(ctx, quiet) // the loop notices the end of ctx
+		case err := <-failed:
+			failed <- err
+			return fmt.Errorf("listen to nftables: %w", err)
+		case <-ctx.Done():
+			return nil
 		}
 	}
-	return nil
 }
 
-// backlog reads the messages that have arrived during a pause, and reports whether one of them concerns
-// the places. A program that has written thousands of rules would otherwise cause a wake for every few
-// of them, long after it has finished.
-func backlog(ctx context.Context, nl *netlink.Conn, places []firewall.Place) (concerned bool) {
-	const none = time.Millisecond // if no message comes for that long, backlog has read all
-	for end := time.Now().Add(quiet); ctx.Err() == nil && time.Now().Before(end); {
-		if nl.SetReadDeadline(time.Now().Add(none)) != nil {
-			break
-		}
+// relay calls changed after each message about one of places, until it cannot read.
+func relay(nl *netlink.Conn, places []firewall.Place, changed func()) error {
+	for {
 		messages, err := nl.Receive()
 		lost := errors.Is(err, unix.ENOBUFS)
 		if err != nil && !lost {
-			break
+			return err
 		}
-		concerned = concerned || lost || slices.ContainsFunc(messages, func(m netlink.Message) bool { return concerns(m, places) })
+		if lost || slices.ContainsFunc(messages, func(m netlink.Message) bool { return concerns(m, places) }) {
+			changed()
+		}
 	}
-
-	// If ctx has ended by now, listen returns. If ctx ends later, listen sets a deadline again.
-	_ = nl.SetReadDeadline(time.Time{})
-	return concerned
 }
 
 func concerns(m netlink.Message, places []firewall.Place) bool {
