@@ -80,7 +80,9 @@ func TestKernelBlocks(t *testing.T) {
 
 // TestSearch looks for keys in intervals that touch, in any order of their limits.
 func TestSearch(t *testing.T) {
-	limit := func(key byte, end bool) nftables.SetElement { return nftables.SetElement{Key: []byte{key}, IntervalEnd: end} }
+	limit := func(key byte, end bool) nftables.SetElement {
+		return nftables.SetElement{Key: []byte{key}, IntervalEnd: end}
+	}
 	limits := []nftables.SetElement{limit(2, false), limit(4, true), limit(4, false), limit(6, true)}
 	for range 2 {
 		for key, want := range []bool{false, false, true, true, true, true, false, false} {
