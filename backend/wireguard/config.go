@@ -186,13 +186,7 @@ func (c config) tunnels(network string, have []prefix.Family) []tunnel {
 	}
 
 	if c.Mode != modeSeparate {
-		outer := have
-		switch c.Mode {
-		case modeIPv4:
-			outer = []prefix.Family{prefix.IPv4}
-		case modeIPv6:
-			outer = []prefix.Family{prefix.IPv6}
-		}
+		outer := map[string][]prefix.Family{modeAuto: have, modeIPv4: {prefix.IPv4}, modeIPv6: {prefix.IPv6}}[c.Mode]
 		return []tunnel{{name: name("flannel-wg", c.ListenPort), port: c.ListenPort, families: have, outer: outer}}
 	}
 
@@ -217,12 +211,7 @@ func (t tunnel) overhead() int {
 	return 20 + inner
 }
 
-func (t tunnel) minMTU() int {
-	if slices.Contains(t.families, prefix.IPv6) {
-		return prefix.IPv6.MinMTU()
-	}
-	return prefix.IPv4.MinMTU()
-}
+func (t tunnel) minMTU() int { return slices.Max(t.families).MinMTU() }
 
 func (c config) deviceMTU(link int, t tunnel) int {
 	if c.MTU != 0 {

@@ -61,31 +61,22 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 		return err
 	}
 
+	inProcess, err := n.inProcess(ctx, links)
+	if err != nil {
+		return err
+	}
+
 	kind := dataplane.KindWireGuard
 	n.implementation = implKernel
-	err = n.kernelSupported(ctx, links)
-	switch {
-	case n.config.Implementation == implUserspace, n.config.Implementation == implAuto && errors.Is(err, syscall.EOPNOTSUPP):
+	if inProcess {
 		kind = dataplane.KindTUN
 		n.implementation = implUserspace
-		if err := n.removeKernelDevices(ctx, links); err != nil {
-			return err
-		}
-		for _, d := range n.devices {
-			if d.userspace, err = n.host.take(d.tunnel, n.config.deviceMTU(n.env.Underlay.MTU, d.tunnel), n.env.Underlay); err != nil {
-				return err
-			}
-		}
-		if err := n.ensureUserspace(ctx); err != nil {
-			return err
-		}
-
-	case err != nil:
+		err = n.takeDevices(ctx, links)
+	} else {
+		err = n.host.closeNamed(n.Scope().Devices)
+	}
+	if err != nil {
 		return err
-	default:
-		if err := n.host.closeNamed(n.Scope().Devices); err != nil {
-			return err
-		}
 	}
 
 	n.Base = n.base(own, kind)
@@ -101,6 +92,21 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	n.control = hostControl{client}
 	_, err = n.syncPeers(ctx, backend.Set{All: true})
 	return err
+}
+
+// takeDevices takes the devices of this process from the Host, and runs them. links are those devices of the
+// backend that exist.
+func (n *network) takeDevices(ctx context.Context, links map[string]dataplane.Link) error {
+	err := n.removeKernelDevices(ctx, links)
+	for _, d := range n.devices {
+		if err == nil {
+			d.userspace, err = n.host.take(d.tunnel, n.config.deviceMTU(n.env.Underlay.MTU, d.tunnel), n.env.Underlay)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	return n.ensureUserspace(ctx)
 }
 
 // startDiscovery also creates the devices. own is the last lease of this host.
@@ -131,18 +137,28 @@ func currentInstant() discovery.Instant {
 
 // Usable implements backend.Checker.
 func (b *Backend) Usable(ctx context.Context) error {
-	if b.config.Implementation == implUserspace {
-		return checkAccess(tunDevice)
-	}
 	links, err := b.env.Links(ctx, b.Scope().Devices...)
 	if err != nil {
 		return err
 	}
-	err = b.kernelSupported(ctx, links)
-	if b.config.Implementation == implAuto && errors.Is(err, syscall.EOPNOTSUPP) {
+	inProcess, err := b.inProcess(ctx, links)
+	if inProcess {
 		return checkAccess(tunDevice)
 	}
 	return err
+}
+
+// inProcess reports whether the devices run in this process. It returns an error if they must run in the
+// kernel and cannot. links are those devices of the backend that exist.
+func (b *Backend) inProcess(ctx context.Context, links map[string]dataplane.Link) (bool, error) {
+	if b.config.Implementation == implUserspace {
+		return true, nil
+	}
+	err := b.kernelSupported(ctx, links)
+	if b.config.Implementation == implAuto && errors.Is(err, syscall.EOPNOTSUPP) {
+		return true, nil
+	}
+	return false, err
 }
 
 // probeDevice is the name of the device that kernelSupported creates and deletes again.

@@ -80,20 +80,15 @@ func (d *Discovery) Answer(now time.Duration, host string, addrs []netip.Addr) {
 // Usable returns the addresses to try of those that a name has. They are sorted, because servers change
 // their order, and IPv4 comes first.
 func Usable(addrs []netip.Addr) []netip.Addr {
-	var by [2][]netip.Addr
+	var all []netip.Addr
 	for _, a := range addrs {
-		a = a.Unmap()
-		family := 0
-		if a.Is6() {
-			family = 1
-		}
-		by[family] = append(by[family], a)
+		all = append(all, a.Unmap())
 	}
+	slices.SortFunc(all, netip.Addr.Compare)
 
-	for i := range by {
-		slices.SortFunc(by[i], netip.Addr.Compare)
-		by[i] = slices.Compact(by[i])
-		by[i] = by[i][:min(len(by[i]), maxAddresses)]
-	}
-	return slices.Concat(by[0], by[1])
+	kept := map[bool]int{} // by whether it is IPv4
+	return slices.DeleteFunc(slices.Compact(all), func(a netip.Addr) bool {
+		kept[a.Is4()]++
+		return kept[a.Is4()] > maxAddresses
+	})
 }
