@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/spell"
 )
 
@@ -211,12 +212,6 @@ func decodeString(key string, raw json.RawMessage, into *string) error {
 
 // Shorten cuts off the part of s behind the first 64 bytes and puts "…" in its place, so that a
 // message with text from an outside source stays short. It does not remove line breaks.
-func Shorten(s string) string {
-	const most = 64
-	if len(s) <= most {
-		return s
-	}
-	return strings.ToValidUTF8(s[:most], "") + "…"
-}
+func Shorten(s string) string { return oneline.Shorten(s, 64) }
 
 func isNull(raw json.RawMessage) bool { return string(bytes.TrimSpace(raw)) == "null" }

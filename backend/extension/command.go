@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 )
 
 const (
@@ -131,10 +133,4 @@ func logOutput(log klog.Logger, c command, output string) {
 	}
 }
 
-func shorten(s string) string {
-	const most = 300 // bytes of a log line
-	if len(s) <= most {
-		return s
-	}
-	return strings.ToValidUTF8(s[:most], "") + "…"
-}
+func shorten(s string) string { return oneline.Shorten(s, 300) }

@@ -69,6 +69,15 @@ func Cut(text string) string {
 	return text
 }
 
+// Shorten returns the first bytes of text, at most most of them, with "…" in place of the rest. It does not
+// remove line breaks.
+func Shorten(text string, most int) string {
+	if len(text) <= most {
+		return text
+	}
+	return strings.ToValidUTF8(text[:most], "") + "…"
+}
+
 // Text returns the text of err with "; " in place of line breaks, cut like by Cut, or "" if err is nil.
 func Text(err error) string {
 	if err == nil {

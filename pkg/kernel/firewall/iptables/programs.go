@@ -159,20 +159,10 @@ func measure(ctx context.Context, stdin, name string, args ...string) (text stri
 		if ctx.Err() != nil {
 			err = context.Cause(ctx)
 		}
-		return "", 0, fmt.Errorf("run %s: %w%s", name, err, shorten(stderr.String()))
+		if said := oneline.Collapse(stderr.String()); said != "" {
+			err = fmt.Errorf("%w: %s", err, oneline.Shorten(said, 300))
+		}
+		return "", 0, fmt.Errorf("run %s: %w", name, err)
 	}
 	return stdout.String(), cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime(), nil
-}
-
-// shorten returns ": " and the beginning of a program's error output in one line, if there is any.
-func shorten(text string) string {
-	const most = 300
-	text = oneline.Collapse(text)
-	if text == "" {
-		return ""
-	}
-	if len(text) > most {
-		text = strings.ToValidUTF8(text[:most], "") + "…"
-	}
-	return ": " + text
 }
