@@ -234,12 +234,7 @@ func (b *Backend) prepare(ctx context.Context, own []subnet.Endpoint) error {
 	store := b.host.store
 	iface := b.env.Underlay
 	store.load(ctx)
-	var addrs []string
-	for _, a := range iface.Addrs {
-		addrs = append(addrs, a.Local.String())
-	}
-
-	key := hash(b.config.pre, iface.Name, iface.Index, addrs)
+	key := hash(b.config.pre, iface.Name, iface.Index, b.env.Locals())
 	if store.setup().Key == key {
 		return nil
 	}

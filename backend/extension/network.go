@@ -80,6 +80,9 @@ type job struct {
 	// families: their commands would otherwise remove later what want adds.
 	old  map[string]entry
 	want *target // nil if the subnet must only be removed
+	hash string  // of want, to find out whether the same was tried before
+	// again is set if the last job for the subnet has failed, which has been logged.
+	again bool
 }
 
 func newNetwork(ctx context.Context, b *Backend, setup int, kernel *backend.Programmer) *network {
@@ -187,7 +190,8 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 			return
 		}
 		last, failed := n.failures[j.subnet]
-		if !failed || last.hash != j.hash() {
+		j.again = failed
+		if !failed || last.hash != j.hash {
 			*to = append(*to, j)
 		} else if !now.Before(last.next) {
 			again = append(again, j)
@@ -200,7 +204,7 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 		if e, ok := have[s]; ok && e.Sure && e.Hash == t.hash {
 			continue
 		}
-		j := job{subnet: s, want: &t, old: map[string]entry{}}
+		j := job{subnet: s, want: &t, hash: t.hash, old: map[string]entry{}}
 		for _, one := range t.input.subnets() {
 			for _, owner := range owners[one] {
 				j.old[owner] = have[owner]
@@ -216,14 +220,6 @@ func (n *network) dueJobs(want map[string]target, complete bool) []job {
 		}
 	}
 	return slices.Concat(gone, fresh, again)
-}
-
-// hash identifies what the job does, to find out whether the same was tried before.
-func (j job) hash() string {
-	if j.want == nil {
-		return ""
-	}
-	return j.want.hash
 }
 
 // markUnsure records that the state of a subnet is unknown until the job has succeeded, in case this
@@ -279,7 +275,7 @@ func (n *network) runJobs(ctx context.Context, jobs []job) (left int) {
 // returns the error of the last command.
 func (n *network) runJob(ctx context.Context, j job) error {
 	log := klog.LoggerWithValues(klog.FromContext(ctx), "subnet", j.subnet)
-	if n.failed(j.subnet) { // the first failure has been logged
+	if j.again {
 		log = log.V(4)
 	}
 
@@ -317,13 +313,6 @@ func (n *network) run(ctx context.Context, log klog.Logger, c command, in input)
 	return err
 }
 
-func (n *network) failed(subnet string) bool {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	_, failed := n.failures[subnet]
-	return failed
-}
-
 // finish records the result of a job, and the time of the next try.
 func (n *network) finish(ctx context.Context, j job, err error) {
 	n.mu.Lock()
@@ -334,7 +323,7 @@ func (n *network) finish(ctx context.Context, j job, err error) {
 		return
 	}
 
-	t := failure{hash: j.hash(), err: err, tries: 1}
+	t := failure{hash: j.hash, err: err, tries: 1}
 	if before, failed := n.failures[j.subnet]; failed && before.hash == t.hash {
 		t.tries += before.tries
 	}

@@ -90,14 +90,9 @@ func (s *stateStore) load(ctx context.Context) {
 	}
 
 	s.loaded = true
-	file, err := statefile.Open[appliedState](s.dir, s.name)
-	if err == nil {
-		var last appliedState
-		last, _, err = file.Load()
-		if last.Boot == s.boot && s.boot != "" {
-			s.now = last
-		}
-		_ = file.Close()
+	last, err := statefile.Read[appliedState](s.dir, s.name)
+	if last.Boot == s.boot && s.boot != "" {
+		s.now = last
 	}
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "cannot read which commands have run, running them again")
@@ -173,11 +168,7 @@ func (s *stateStore) flush(ctx context.Context) {
 		return
 	}
 
-	file, err := statefile.Open[appliedState](s.dir, s.name)
-	if err == nil {
-		err = file.Save(s.now)
-		_ = file.Close()
-	}
+	err := s.open(func(file *statefile.File[appliedState]) error { return file.Save(s.now) })
 	if err != nil && !s.failing {
 		klog.FromContext(ctx).Error(err, "cannot record which commands have run, the next start will run them again")
 	}
@@ -190,14 +181,16 @@ func (s *stateStore) remove() error {
 	defer s.mu.Unlock()
 	s.now = appliedState{Boot: s.boot, Subnets: map[string]entry{}}
 	s.changed = false
+	err := s.open((*statefile.File[appliedState]).Remove)
+	s.loaded = err != nil
+	return err
+}
+
+func (s *stateStore) open(use func(*statefile.File[appliedState]) error) error {
 	file, err := statefile.Open[appliedState](s.dir, s.name)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = file.Close() }()
-	if err := file.Remove(); err != nil {
-		return err
-	}
-	s.loaded = false
-	return nil
+	return use(file)
 }
