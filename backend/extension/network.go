@@ -85,15 +85,6 @@ type job struct {
 	again bool
 }
 
-func newNetwork(ctx context.Context, b *Backend, setup int, kernel *backend.Programmer) *network {
-	n := &network{
-		Backend: b, Notifier: backend.NewNotifier(ctx), setup: setup, kernel: kernel,
-		running: map[string]bool{}, failures: map[string]failure{},
-	}
-	n.Forward(kernel.Changed())
-	return n
-}
-
 // MTU implements backend.Network.
 func (n *network) MTU() int { return n.env.Underlay.MTU }
 

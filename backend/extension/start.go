@@ -37,7 +37,12 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
-	return newNetwork(ctx, b, s.Number, &backend.Programmer{Base: b.env.Base(own), Reconciler: reconciler}), nil
+	n := &network{
+		Backend: b, Notifier: backend.NewNotifier(ctx), setup: s.Number, running: map[string]bool{}, failures: map[string]failure{},
+		kernel: &backend.Programmer{Base: b.env.Base(own), Reconciler: reconciler},
+	}
+	n.Forward(reconciler.Changed())
+	return n, nil
 }
 
 // Values of the IPv6 variables of PostStartupCommand and ShutdownCommand on a host without

@@ -28,12 +28,9 @@ type data struct {
 	Overflow json.RawMessage `json:",omitempty"`
 }
 
-func (d data) encode() (json.RawMessage, error) {
-	raw, err := json.Marshal(d)
-	if err != nil {
-		return nil, fmt.Errorf("encode backend data: %w", err)
-	}
-	return raw, nil
+func (d data) encode() json.RawMessage {
+	raw, _ := json.Marshal(d) // fails only if Overflow is not JSON
+	return raw
 }
 
 // decode returns known false if there is no data: the host has no tunnel, like a host with flannel.

@@ -95,10 +95,7 @@ func hasTunnel(e subnet.Endpoint) bool {
 // because the tunnel can carry the packets.
 func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, error) {
 	n.SetPeers(set)
-	repaired, changed, err := n.refresh()
-	if err != nil {
-		return backend.Outcome{}, err
-	}
+	repaired, changed := n.refresh()
 	if c := n.stored.Swap(nil); c != nil {
 		changed = true
 		for _, e := range c.Endpoints {
@@ -140,10 +137,10 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 // refresh updates the data of this host after a comparison of the routes, and asks for its publication
 // if it has changed. anew is set if peers may have to be served in another way. repaired is the number
 // of routes that were repaired since the last call.
-func (n *network) refresh() (repaired int, anew bool, err error) {
+func (n *network) refresh() (repaired int, anew bool) {
 	repaired, compared, failed := n.Last()
 	if !compared {
-		return 0, false, nil
+		return 0, false
 	}
 
 	first := !n.compared
@@ -156,10 +153,7 @@ func (n *network) refresh() (repaired int, anew bool, err error) {
 
 	for i, e := range own.Endpoints {
 		d := n.data[e.Family()].after(report, e.Subnet, failed)
-		raw, err := d.encode()
-		if err != nil {
-			return repaired, false, err
-		}
+		raw := d.encode()
 		n.data[e.Family()] = d
 		own.Endpoints[i].Data = raw
 
@@ -174,7 +168,7 @@ func (n *network) refresh() (repaired int, anew bool, err error) {
 		n.present.Store(&present)
 		n.republish.Send()
 	}
-	return repaired, first || changed, nil
+	return repaired, first || changed
 }
 
 // Republish implements backend.Publisher.

@@ -88,9 +88,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 			d = data{}
 		}
 		d.Overflow = e.Data
-		if claim.Endpoints[i].Data, err = d.encode(); err != nil {
-			return subnet.Claim{}, err
-		}
+		claim.Endpoints[i].Data = d.encode()
 	}
 	return claim, nil
 }

@@ -28,12 +28,9 @@ type leaseData struct {
 	PeerEndpoints json.RawMessage `json:",omitempty"`
 }
 
-func encodeData(d leaseData) (json.RawMessage, error) {
-	raw, err := json.Marshal(d)
-	if err != nil {
-		return nil, fmt.Errorf("encode backend data: %w", err)
-	}
-	return raw, nil
+func encodeData(d leaseData) json.RawMessage {
+	raw, _ := json.Marshal(d) // fails only if PeerEndpoints is not JSON
+	return raw
 }
 
 // decodeNamed returns the zero Named if there is no PublicEndpoint, or an invalid one.

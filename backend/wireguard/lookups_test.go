@@ -139,11 +139,7 @@ func withName(t *testing.T, i byte, name string) *subnet.Lease {
 	t.Helper()
 	l := host(t, i, int(i))
 	for j := range l.Endpoints {
-		data, err := encodeData(leaseData{PublicKey: text(key(i)), Port: 7, PublicEndpoint: name})
-		if err != nil {
-			t.Fatal(err)
-		}
-		l.Endpoints[j].Data = data
+		l.Endpoints[j].Data = encodeData(leaseData{PublicKey: text(key(i)), Port: 7, PublicEndpoint: name})
 	}
 	return l
 }

@@ -196,9 +196,10 @@ func (n *network) syncDevice(number int, s settings, p pass) (read, wrote bool, 
 	// need a write, what the last pass has written counts as what the device has.
 	same := index == d.index
 	read = p.read || !same || p.Complete && !d.unwantedRemoved
-	c := newDiff(s, &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port})
-	c.fromMemory = !read
-	c.removeUnwanted = p.Complete || !read
+	c := diff{
+		have: &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port}, want: discovery.Peers{}, known: discovery.Peers{},
+		settings: s, fromMemory: !read, removeUnwanted: p.Complete || !read,
+	}
 	keys := p.Changed
 	if read {
 		if c.have, err = n.control.Device(d.name); err != nil {

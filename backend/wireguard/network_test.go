@@ -123,10 +123,7 @@ func host(t *testing.T, i byte, at int) *subnet.Lease {
 	t.Helper()
 	l := &subnet.Lease{Key: fmt.Sprintf("host%d", i), BackendType: Type}
 	for _, e := range [][2]string{{"10.5.%d.0/24", "192.168.77.%d"}, {"fd00:10:5:%d::/64", "fd00:77::%d"}} {
-		data, err := encodeData(leaseData{PublicKey: text(key(i)), Port: 51820})
-		if err != nil {
-			t.Fatal(err)
-		}
+		data := encodeData(leaseData{PublicKey: text(key(i)), Port: 51820})
 		l.Endpoints = append(l.Endpoints, subnet.Endpoint{
 			Subnet: netip.MustParsePrefix(fmt.Sprintf(e[0], i)), PublicIP: netip.MustParseAddr(fmt.Sprintf(e[1], at)), Data: data,
 		})

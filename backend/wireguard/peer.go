@@ -117,11 +117,6 @@ type diff struct {
 	fromMemory     bool
 }
 
-// The caller adds the wanted peers.
-func newDiff(s settings, have *wgtypes.Device) diff {
-	return diff{have: have, settings: s, want: discovery.Peers{}, known: discovery.Peers{}}
-}
-
 func (d diff) config() (c wgtypes.Config, changed bool) {
 	if d.have.PrivateKey != d.key {
 		c.PrivateKey = &d.key

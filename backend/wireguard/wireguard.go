@@ -99,19 +99,13 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 	shared := b.publishes(prev)
 	for i, f := range families(b.env) {
 		d := leaseData{PublicKey: key.PublicKey().String(), PublicEndpoint: b.env.PublicEndpoint.String()}
-		if d.PeerEndpoints, err = shared.Encode(f); err != nil {
-			return subnet.Claim{}, err
-		}
-
+		d.PeerEndpoints = shared.Encode(f)
 		for _, t := range b.tunnels() {
-			if !slices.Contains(t.families, f) {
-				continue
-			}
-			d.Port = t.port
-			if claim.Endpoints[i].Data, err = encodeData(d); err != nil {
-				return subnet.Claim{}, err
+			if slices.Contains(t.families, f) {
+				d.Port = t.port
 			}
 		}
+		claim.Endpoints[i].Data = encodeData(d)
 	}
 	return claim, nil
 }

@@ -5,7 +5,6 @@ package discovery
 import (
 	"bytes"
 	"encoding/json"
-	"fmt"
 	"net/netip"
 
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
@@ -32,7 +31,7 @@ type Of struct {
 type Endpoints map[Of]netip.AddrPort
 
 // Encode returns the JSON object with the endpoints of family f, or nil if there are none.
-func (s Endpoints) Encode(f prefix.Family) (json.RawMessage, error) {
+func (s Endpoints) Encode(f prefix.Family) json.RawMessage {
 	texts := map[string]string{}
 	for of, endpoint := range s {
 		if of.Family == f {
@@ -40,14 +39,11 @@ func (s Endpoints) Encode(f prefix.Family) (json.RawMessage, error) {
 		}
 	}
 	if len(texts) == 0 {
-		return nil, nil
+		return nil
 	}
 
-	raw, err := json.Marshal(texts) // sorted by key, so that equal endpoints have equal texts
-	if err != nil {
-		return nil, fmt.Errorf("encode endpoints of peers: %w", err)
-	}
-	return raw, nil
+	raw, _ := json.Marshal(texts) // sorted by key, so that equal endpoints have equal texts; texts always encode
+	return raw
 }
 
 // SharedIn returns the endpoints in the key PeerEndpoints of the backend data of lease l. Another host has
