@@ -27,14 +27,10 @@ const (
 
 // String returns the name of the reason in metrics.
 func (r Reason) String() string {
-	names := [reasons]string{
+	return [reasons]string{
 		"no_route", "too_big", "send_failed", "hops_exceeded", "other_family",
 		"malformed", "wrong_checksum", "unknown_peer", "wrong_port", "wrong_source", "wrong_destination", "device_failed", "socket_full",
-	}
-	if r < reasons {
-		return names[r]
-	}
-	return "unknown"
+	}[r]
 }
 
 // Counters counts packets. It may be read at any time, and outlives the tunnels that use

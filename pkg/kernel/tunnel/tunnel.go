@@ -37,16 +37,16 @@ type Tunnel struct {
 	started bool // Start has succeeded
 	closing atomic.Bool
 	running sync.WaitGroup
-	done    chan struct{}
-	fail    sync.Once
-	err     error // set before done is closed
+	ended   context.Context // ends with the error of the first direction that fails, or at Close
+	end     context.CancelCauseFunc
 }
 
 // Open opens a tunnel. It moves no packets before Start. Open must be called on a thread
 // in the network namespace of the tunnel. It returns an error if an address of Local does
 // not exist or its port is in use.
 func Open(ctx context.Context, c Config) (*Tunnel, error) {
-	t := &Tunnel{Config: c, log: klog.FromContext(ctx), done: make(chan struct{})}
+	t := &Tunnel{Config: c, log: klog.FromContext(ctx)}
+	t.ended, t.end = context.WithCancelCause(context.WithoutCancel(ctx))
 	for _, local := range c.Local {
 		s, err := openSocket(ctx, local)
 		if err != nil {
@@ -76,34 +76,28 @@ func (t *Tunnel) Start() error {
 	connect(workers)
 	t.started = true
 	for _, w := range workers {
-		t.running.Go(func() { t.end(w.run()) })
+		t.running.Go(func() {
+			err := w.run()
+			if t.closing.Load() {
+				err = nil
+			}
+			t.end(err)
+		})
 	}
 	return nil
 }
 
-// end records the first error with which a direction has ended, unless Close runs, and closes done.
-func (t *Tunnel) end(err error) {
-	t.fail.Do(func() {
-		if !t.closing.Load() {
-			t.err = err
-		}
-		close(t.done)
-	})
-}
-
 // Done returns a channel that is closed when a direction has failed, or when Close has
 // ended the tunnel.
-func (t *Tunnel) Done() <-chan struct{} { return t.done }
+func (t *Tunnel) Done() <-chan struct{} { return t.ended.Done() }
 
 // Err returns the error of the direction that has failed, also after Close. It returns
 // nil while the tunnel runs, and if only Close has ended it.
 func (t *Tunnel) Err() error {
-	select {
-	case <-t.done:
-		return t.err
-	default:
-		return nil
+	if err := context.Cause(t.ended); !errors.Is(err, context.Canceled) {
+		return err
 	}
+	return nil
 }
 
 // Close ends the tunnel and waits for its end. Unread packets stay in the device for
