@@ -95,21 +95,15 @@ func subscribe(o Options, wake func()) (stop func(), err error) {
 // be thousands, including flanneld's own.
 func onlyDefaults(fd int) error {
 	const offType, offDstLen = 4, unix.SizeofNlMsghdr + 1
-	load := func(size uint16, off uint32) unix.SockFilter {
-		return unix.SockFilter{Code: unix.BPF_LD | unix.BPF_ABS | size, K: off}
-	}
-	skip := func(value uint32, equal, other uint8) unix.SockFilter {
-		return unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, Jt: equal, Jf: other, K: value}
-	}
-	accept := func(size uint32) unix.SockFilter { return unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: size} }
+	const load, equal, accept = unix.BPF_LD | unix.BPF_ABS, unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, unix.BPF_RET | unix.BPF_K
 	program := []unix.SockFilter{
-		load(unix.BPF_H, offType),
-		skip(asLoaded(unix.RTM_NEWROUTE), 1, 0),
-		skip(asLoaded(unix.RTM_DELROUTE), 0, 2),
-		load(unix.BPF_B, offDstLen),
-		skip(0, 0, 1),
-		accept(math.MaxUint32),
-		accept(0),
+		{Code: load | unix.BPF_H, K: offType},
+		{Code: equal, Jt: 1, K: asLoaded(unix.RTM_NEWROUTE)},
+		{Code: equal, Jf: 2, K: asLoaded(unix.RTM_DELROUTE)},
+		{Code: load | unix.BPF_B, K: offDstLen},
+		{Code: equal, Jf: 1, K: 0},
+		{Code: accept, K: math.MaxUint32},
+		{Code: accept, K: 0},
 	}
 	return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER,
 		&unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]})
