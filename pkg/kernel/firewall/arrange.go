@@ -85,17 +85,13 @@ func neighbours(c Chain, have []*Rule) []netip.Prefix {
 		switch {
 		case c == Postrouting && r.Action >= Masquerade && r.Dst == notIn(multicast(prefix.FamilyOf(n.Addr()))):
 			networks = append(networks, n)
-		case c == Forward && *r == Rule{Src: In(n), Action: Accept} && contains(have, Rule{Dst: In(n), Action: Accept}):
+		case c == Forward && *r == Rule{Src: In(n), Action: Accept} && slices.ContainsFunc(have, func(h *Rule) bool { return h != nil && *h == Rule{Dst: In(n), Action: Accept} }):
 			networks = append(networks, n)
 		case (c == GuardForward || c == GuardInput) && r.Action == Drop && r.Payload != (Payload{}) && r.Dst.Not:
 			networks = append(networks, r.Dst.Prefix)
 		}
 	}
 	return networks
-}
-
-func contains(have []*Rule, r Rule) bool {
-	return slices.ContainsFunc(have, func(h *Rule) bool { return h != nil && *h == r })
 }
 
 // Legacy reports whether r, found in the parent of chain c, was created there by flannel

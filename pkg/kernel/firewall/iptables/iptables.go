@@ -98,7 +98,7 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 	script := plan(have, table)
 	if script == "" {
 		if err == nil && !k.nft {
-			a.trusted[f] = trust(table, cost)
+			a.trusted[f] = trusted{table, time.Now().Add(restFactor * cost)}
 		}
 		return false, err
 	}

@@ -28,11 +28,6 @@ func (t trusted) rests(wanted firewall.Table) bool {
 	return time.Now().Before(t.until) && reflect.DeepEqual(t.wanted, wanted)
 }
 
-// cost is the CPU time of the read that has found the rules.
-func trust(wanted firewall.Table, cost time.Duration) trusted {
-	return trusted{wanted, time.Now().Add(restFactor * cost)}
-}
-
 // legacyTables returns the tables of the kernel's own iptables in the network namespace of this thread.
 func legacyTables(f prefix.Family) []string {
 	file := "/proc/thread-self/net/ip_tables_names"

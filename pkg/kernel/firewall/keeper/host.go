@@ -91,13 +91,13 @@ func search(ctx context.Context, families []prefix.Family) *iptables.Programs {
 
 // writer returns the writer that all networks of these families share for a firewall. A program that is
 // missing for one family does not affect networks without it. The first call decides on the Applier.
-func (h *Host) writer(firewall string, of []prefix.Family, applier firewall.Applier) *writer {
+func (h *Host) writer(name string, of []prefix.Family, applier firewall.Applier) *writer {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	key := fmt.Sprint(firewall, of)
+	key := fmt.Sprint(name, of)
 	w, known := h.writers[key]
 	if !known {
-		w = &writer{applier: applier, turn: &h.writing}
+		w = &writer{applier: applier, turn: &h.writing, policies: map[any]firewall.Policy{}}
 		h.writers[key] = w
 	}
 	return w

@@ -138,7 +138,7 @@ func TestRun(t *testing.T) {
 		})
 		k.config.Cleaned = func() { cleaned++ }
 		r := newRun(k, NFTables, firewall.Policy{Former: former}, func() {})
-		r.rules, r.leftovers = &writer{applier: active, turn: &k.host.writing}, []leftover{{"old", old, firewall.Policy{Former: former}}}
+		r.rules, r.leftovers = &writer{applier: active, turn: &k.host.writing, policies: map[any]firewall.Policy{}}, []leftover{{"old", old, firewall.Policy{Former: former}}}
 		for i, fails := range []bool{true, true, true, false, false} { // two passes fail themselves, one fails to clean
 			if err := r.step(t.Context()); (err != nil) != fails {
 				t.Errorf("step %d: %v", i, err)
@@ -171,7 +171,7 @@ func TestRun(t *testing.T) {
 // rules of another one, and that the writer orders policies by their networks.
 func TestSharedPasses(t *testing.T) {
 	h, active := newHost(t), &scripted{changed: true}
-	w := &writer{applier: active, turn: &h.writing}
+	w := &writer{applier: active, turn: &h.writing, policies: map[any]firewall.Policy{}}
 	of := func(network string) firewall.Policy {
 		return firewall.Policy{Networks: []firewall.Network{{Network: netip.MustParsePrefix(network)}}}
 	}
@@ -229,7 +229,7 @@ func TestRulesOfAnEndedRun(t *testing.T) {
 		k := newKeeper(newHost(t), nil)
 		step := func(ctx context.Context, a firewall.Applier) {
 			r := newRun(k, NFTables, firewall.Policy{}, func() {})
-			r.rules = &writer{applier: a, turn: &k.host.writing}
+			r.rules = &writer{applier: a, turn: &k.host.writing, policies: map[any]firewall.Policy{}}
 			if err := r.step(ctx); err != nil {
 				t.Error(err)
 			}

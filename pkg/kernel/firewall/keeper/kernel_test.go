@@ -102,7 +102,7 @@ func TestKernelRemoveWaitsForPass(t *testing.T) {
 	firewalltest.Enter(t)
 	h := NewHost()
 	pass := &pausedApplier{hasRead: make(chan struct{}), write: make(chan struct{})}
-	w := &writer{applier: pass, turn: &h.writing}
+	w := &writer{applier: pass, turn: &h.writing, policies: map[any]firewall.Policy{}}
 	go w.pass(t.Context())
 	<-pass.hasRead
 	// If Remove did not wait for the pass, it would return long before this time.

@@ -106,13 +106,13 @@ func (r *run) prepare(ctx context.Context) (period time.Duration, places []firew
 	of := families(r.policy)
 	var inUse map[prefix.Family]iptables.Variant
 	switch wanted := r.policy.Wanted(); {
-	case !wanted && r.flavour == NFTables: // there is nothing to watch
-		r.rules = host.writer("nftables", of, nftables.New())
-	case !wanted: // there is no need to examine the host
-		r.rules = host.writer("iptables", of, iptables.New(iptables.Default))
 	case r.flavour == NFTables:
 		r.rules = host.writer("nftables", of, nftables.New())
-		places = nftables.OwnPlaces()
+		if wanted { // otherwise there is nothing to watch
+			places = nftables.OwnPlaces()
+		}
+	case !wanted: // there is no need to examine the host
+		r.rules = host.writer("iptables", of, iptables.New(iptables.Default))
 	default:
 		programs := host.programs(ctx, of)
 		if programs == nil {

@@ -5,6 +5,7 @@ package keeper
 import (
 	"cmp"
 	"context"
+	"maps"
 	"slices"
 	"sync"
 
@@ -20,13 +21,8 @@ type writer struct {
 	batch   wait.Batch[written]
 
 	mu       sync.Mutex
-	policies []kept // in the order of their networks
-	joined   bool   // a policy was added since the last pass that succeeded
-}
-
-type kept struct {
-	keeper any // only compared
-	policy firewall.Policy
+	policies map[any]firewall.Policy // by Keeper
+	joined   bool                    // a policy was added since the last pass that succeeded
 }
 
 // written is the result of one pass.
@@ -40,14 +36,9 @@ type written struct {
 // until k leaves.
 func (w *writer) apply(ctx context.Context, k any, p firewall.Policy) written {
 	w.mu.Lock()
-	at := slices.IndexFunc(w.policies, func(o kept) bool { return o.keeper == k })
-	if at < 0 {
-		w.joined = true
-		at = len(w.policies)
-		w.policies = append(w.policies, kept{keeper: k})
-	}
-	w.policies[at].policy = p
-	slices.SortStableFunc(w.policies, func(a, b kept) int { return comparePolicies(a.policy, b.policy) })
+	_, known := w.policies[k]
+	w.joined = w.joined || !known
+	w.policies[k] = p
 	w.mu.Unlock()
 	return w.batch.Do(ctx, w.pass)
 }
@@ -65,10 +56,7 @@ func (w *writer) pass(ctx context.Context) written {
 	defer w.turn.Unlock()
 
 	w.mu.Lock()
-	var policies []firewall.Policy
-	for _, k := range w.policies {
-		policies = append(policies, k.policy)
-	}
+	policies := slices.SortedFunc(maps.Values(w.policies), comparePolicies)
 	result := written{joined: w.joined}
 	w.joined = false
 	w.mu.Unlock()
@@ -86,5 +74,5 @@ func (w *writer) pass(ctx context.Context) written {
 func (w *writer) leave(k any) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.policies = slices.DeleteFunc(w.policies, func(o kept) bool { return o.keeper == k })
+	delete(w.policies, k)
 }

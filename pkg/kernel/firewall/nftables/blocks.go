@@ -84,16 +84,7 @@ func devicesOf(chains []*nftables.Chain) (map[*nftables.Chain][]string, error) {
 		}
 		c.protocol = uint8(chain.Table.Family)
 		key := chainKey(chain.Table.Name, chain.Name)
-		err = c.get(unix.NFT_MSG_GETCHAIN, 0, key, func(ad *netlink.AttributeDecoder) {
-			for ad.Next() {
-				if ad.Type() == unix.NFTA_CHAIN_HOOK {
-					ad.Nested(func(hook *netlink.AttributeDecoder) error {
-						all[chain] = deviceNames(hook)
-						return nil
-					})
-				}
-			}
-		})
+		err = c.get(unix.NFT_MSG_GETCHAIN, 0, key, func(a attrs) { all[chain] = deviceNames(a.in(unix.NFTA_CHAIN_HOOK)) })
 		c.close()
 		if err != nil {
 			return nil, err
@@ -103,19 +94,11 @@ func devicesOf(chains []*nftables.Chain) (map[*nftables.Chain][]string, error) {
 }
 
 // deviceNames returns the devices of a hook: the kernel names one, or a list.
-func deviceNames(hook *netlink.AttributeDecoder) (names []string) {
-	for hook.Next() {
-		switch hook.Type() {
-		case unix.NFTA_HOOK_DEV:
-			names = append(names, hook.String())
-		case hookDevices:
-			hook.Nested(func(list *netlink.AttributeDecoder) error {
-				for list.Next() {
-					names = append(names, list.String())
-				}
-				return nil
-			})
-		}
+func deviceNames(hook attrs) []string {
+	names := []string{hook.text(unix.NFTA_HOOK_DEV)}
+	list, _ := netlink.UnmarshalAttributes(hook[hookDevices])
+	for _, device := range list {
+		names = append(names, text(device.Data))
 	}
 	return names
 }

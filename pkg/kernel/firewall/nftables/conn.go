@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/mdlayher/netlink"
@@ -68,8 +69,8 @@ func (c *conn) message(typ uint16, flags netlink.HeaderFlags, attrs []byte) netl
 
 // get requests one object, or with netlink.Dump many, and calls take with the attributes of each. It returns
 // nil if the object does not exist, and errRaced if the ruleset changed during a dump.
-func (c *conn) get(typ uint16, flags netlink.HeaderFlags, attrs []byte, take func(*netlink.AttributeDecoder)) error {
-	answers, err := c.nl.Execute(c.message(typ, flags, attrs))
+func (c *conn) get(typ uint16, flags netlink.HeaderFlags, key []byte, take func(attrs)) error {
+	answers, err := c.nl.Execute(c.message(typ, flags, key))
 	if errors.Is(err, unix.ENOENT) {
 		return nil
 	}
@@ -87,14 +88,11 @@ func (c *conn) get(typ uint16, flags netlink.HeaderFlags, attrs []byte, take fun
 		if len(m.Data) < 4 || m.Header.Type == netlink.Error || m.Header.Type == netlink.Done {
 			continue
 		}
-		ad, err := decoder(m.Data[4:])
+		a, err := parse(m.Data[4:])
 		if err != nil {
 			return err
 		}
-		take(ad)
-		if err := ad.Err(); err != nil {
-			return err
-		}
+		take(a)
 	}
 	return nil
 }
@@ -103,14 +101,35 @@ func lacksNFTables(err error) bool {
 	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EPROTONOSUPPORT)
 }
 
-func decoder(b []byte) (*netlink.AttributeDecoder, error) {
-	ad, err := netlink.NewAttributeDecoder(b)
-	if err != nil {
-		return nil, err
+// attrs contains the values of attributes by type.
+type attrs map[uint16][]byte
+
+func parse(b []byte) (attrs, error) {
+	list, err := netlink.UnmarshalAttributes(b)
+	all := attrs{}
+	for _, a := range list {
+		all[a.Type&^(netlink.Nested|netlink.NetByteOrder)] = a.Data
 	}
-	ad.ByteOrder = binary.BigEndian
-	return ad, nil
+	return all, err
 }
+
+// in returns the attributes that are nested in one, and none if there is no such one.
+func (a attrs) in(typ uint16) attrs {
+	inner, _ := parse(a[typ])
+	return inner
+}
+
+// number returns 0 if there is no such attribute.
+func (a attrs) number(typ uint16) (n uint64) {
+	for _, b := range a[typ] {
+		n = n<<8 | uint64(b)
+	}
+	return n
+}
+
+func (a attrs) text(typ uint16) string { return text(a[typ]) }
+
+func text(b []byte) string { return strings.TrimRight(string(b), "\x00") }
 
 func attributes(fill func(*netlink.AttributeEncoder)) []byte {
 	ae := netlink.NewAttributeEncoder()
@@ -142,13 +161,7 @@ func keyed(ofTable uint16, table string, ofChain uint16, chain string, fill []fu
 
 // generation returns the number of the ruleset, which every change increases.
 func (c *conn) generation() (id uint32, err error) {
-	err = c.get(unix.NFT_MSG_GETGEN, 0, nil, func(ad *netlink.AttributeDecoder) {
-		for ad.Next() {
-			if ad.Type() == unix.NFTA_GEN_ID {
-				id = ad.Uint32()
-			}
-		}
-	})
+	err = c.get(unix.NFT_MSG_GETGEN, 0, nil, func(a attrs) { id = uint32(a.number(unix.NFTA_GEN_ID)) })
 	return id, err
 }
 

@@ -13,6 +13,7 @@ import (
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 )
@@ -145,26 +146,18 @@ type expression struct {
 }
 
 func expressions(raw []byte) (all []expression, err error) {
-	ad, err := decoder(raw)
-	if err != nil {
-		return nil, err
+	list, err := netlink.UnmarshalAttributes(raw)
+	for _, one := range list {
+		a, failed := parse(one.Data)
+		all = append(all, expression{a.text(unix.NFTA_EXPR_NAME), a[unix.NFTA_EXPR_DATA]})
+		err = oneline.Join(err, failed)
 	}
-	for ad.Next() {
-		var one expression
-		ad.Nested(func(e *netlink.AttributeDecoder) error {
-			for e.Next() {
-				switch e.Type() {
-				case unix.NFTA_EXPR_NAME:
-					one.name = e.String()
-				case unix.NFTA_EXPR_DATA:
-					one.data = e.Bytes()
-				}
-			}
-			return nil
-		})
-		all = append(all, one)
-	}
-	return all, ad.Err()
+	return all, err
+}
+
+func (e expression) attrs() attrs {
+	a, _ := parse(e.data)
+	return a
 }
 
 func (e expression) read(f prefix.Family, into expr.Any) bool {
@@ -283,23 +276,9 @@ var verdicts = map[int32]struct {
 // verdict returns the verdict of an immediate expression, and the chain of a jump or goto. The code is noCode if
 // the expression loads a register.
 func (e expression) verdict() (code int32, chain string) {
-	v := attribute(attribute(e.data, unix.NFTA_IMMEDIATE_DATA), unix.NFTA_DATA_VERDICT)
-	raw := attribute(v, unix.NFTA_VERDICT_CODE)
-	if len(raw) != 4 {
+	v := e.attrs().in(unix.NFTA_IMMEDIATE_DATA).in(unix.NFTA_DATA_VERDICT)
+	if v[unix.NFTA_VERDICT_CODE] == nil {
 		return noCode, ""
 	}
-	return int32(binary.BigEndian.Uint32(raw)), text(attribute(v, unix.NFTA_VERDICT_CHAIN))
-}
-
-func attribute(b []byte, typ uint16) []byte {
-	ad, err := decoder(b)
-	if err != nil {
-		return nil
-	}
-	for ad.Next() {
-		if ad.Type() == typ {
-			return ad.Bytes()
-		}
-	}
-	return nil
+	return int32(uint32(v.number(unix.NFTA_VERDICT_CODE))), v.text(unix.NFTA_VERDICT_CHAIN)
 }

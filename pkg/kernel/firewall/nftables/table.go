@@ -32,17 +32,11 @@ type ruleState struct {
 // table reads the named table and flanneld's chains in it.
 func (c *conn) table(name string) (table, error) {
 	t := table{ours: map[firewall.Chain]chainState{}}
-	attrs := attributes(func(ae *netlink.AttributeEncoder) { ae.String(unix.NFTA_TABLE_NAME, name) })
-	err := c.get(unix.NFT_MSG_GETTABLE, 0, attrs, func(ad *netlink.AttributeDecoder) {
+	key := attributes(func(ae *netlink.AttributeEncoder) { ae.String(unix.NFTA_TABLE_NAME, name) })
+	err := c.get(unix.NFT_MSG_GETTABLE, 0, key, func(a attrs) {
 		t.exists = true
-		for ad.Next() {
-			switch ad.Type() {
-			case unix.NFTA_TABLE_FLAGS:
-				t.dormant = ad.Uint32()&unix.NFT_TABLE_F_DORMANT != 0
-			case unix.NFTA_TABLE_USE:
-				t.chains = ad.Uint32()
-			}
-		}
+		t.dormant = a.number(unix.NFTA_TABLE_FLAGS)&unix.NFT_TABLE_F_DORMANT != 0
+		t.chains = uint32(a.number(unix.NFTA_TABLE_USE))
 	})
 	if err != nil || !t.exists {
 		return t, err
@@ -59,31 +53,14 @@ func (c *conn) table(name string) (table, error) {
 func (c *conn) chain(table string, chain firewall.Chain) (chainState, error) {
 	var s chainState
 	want := specOf(chain)
-	err := c.get(unix.NFT_MSG_GETCHAIN, 0, chainKey(table, want.name), func(ad *netlink.AttributeDecoder) {
+	err := c.get(unix.NFT_MSG_GETCHAIN, 0, chainKey(table, want.name), func(a attrs) {
+		hook := a.in(unix.NFTA_CHAIN_HOOK)
+		is := want
+		is.kind = a.text(unix.NFTA_CHAIN_TYPE)
+		is.hook = uint32(hook.number(unix.NFTA_HOOK_HOOKNUM))
+		is.priority = uint32(hook.number(unix.NFTA_HOOK_PRIORITY))
 		s.exists = true
-		is := spec{name: want.name, comment: want.comment}
-		policy := uint32(0)
-		for ad.Next() {
-			switch ad.Type() {
-			case unix.NFTA_CHAIN_TYPE:
-				is.kind = ad.String()
-			case unix.NFTA_CHAIN_POLICY:
-				policy = ad.Uint32()
-			case unix.NFTA_CHAIN_HOOK:
-				ad.Nested(func(hook *netlink.AttributeDecoder) error {
-					for hook.Next() {
-						switch hook.Type() {
-						case unix.NFTA_HOOK_HOOKNUM:
-							is.hook = hook.Uint32()
-						case unix.NFTA_HOOK_PRIORITY:
-							is.priority = hook.Uint32()
-						}
-					}
-					return nil
-				})
-			}
-		}
-		s.right = is == want && policy == nfAccept
+		s.right = is == want && a.number(unix.NFTA_CHAIN_POLICY) == nfAccept
 	})
 	if err != nil || !s.exists {
 		return s, err
@@ -100,17 +77,8 @@ func (c *conn) chain(table string, chain firewall.Chain) (chainState, error) {
 }
 
 func (c *conn) eachRule(table, chain string, take func(ruleState)) error {
-	return c.get(unix.NFT_MSG_GETRULE, netlink.Dump, ruleKey(table, chain), func(ad *netlink.AttributeDecoder) {
-		var r ruleState
-		for ad.Next() {
-			switch ad.Type() {
-			case unix.NFTA_RULE_HANDLE:
-				r.handle = ad.Uint64()
-			case unix.NFTA_RULE_EXPRESSIONS:
-				r.raw = ad.Bytes()
-			}
-		}
-		take(r)
+	return c.get(unix.NFT_MSG_GETRULE, netlink.Dump, ruleKey(table, chain), func(a attrs) {
+		take(ruleState{a.number(unix.NFTA_RULE_HANDLE), a[unix.NFTA_RULE_EXPRESSIONS]})
 	})
 }
 

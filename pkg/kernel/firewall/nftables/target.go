@@ -6,10 +6,8 @@ import (
 	"cmp"
 	"errors"
 	"slices"
-	"strings"
 
 	"github.com/google/nftables/expr"
-	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
@@ -43,7 +41,7 @@ func Targets(f prefix.Family, table, chain string) (targets []Target, exists boo
 }
 
 func (c *conn) targets(table, chain string) (targets []Target, exists bool, err error) {
-	err = c.get(unix.NFT_MSG_GETCHAIN, 0, chainKey(table, chain), func(*netlink.AttributeDecoder) { exists = true })
+	err = c.get(unix.NFT_MSG_GETCHAIN, 0, chainKey(table, chain), func(attrs) { exists = true })
 	if err != nil || !exists {
 		return nil, false, err
 	}
@@ -59,9 +57,9 @@ func targetOf(f prefix.Family, raw []byte) Target {
 		switch e.name {
 		case "counter", "log":
 		case "match": // a match of iptables
-			l.Always = l.Always && text(attribute(e.data, unix.NFTA_MATCH_NAME)) == "comment"
+			l.Always = l.Always && e.attrs().text(unix.NFTA_MATCH_NAME) == "comment"
 		case "target":
-			l.Name = text(attribute(e.data, unix.NFTA_TARGET_NAME))
+			l.Name = e.attrs().text(unix.NFTA_TARGET_NAME)
 		case "reject":
 			l.Name = "REJECT"
 		case "immediate": // a jump, a goto, or another verdict
@@ -94,5 +92,3 @@ func (e expression) printed(f prefix.Family) bool {
 	}
 	return false
 }
-
-func text(b []byte) string { return strings.TrimRight(string(b), "\x00") }

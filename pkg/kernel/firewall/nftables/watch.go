@@ -122,20 +122,9 @@ func concerns(m netlink.Message, places []firewall.Place) bool {
 		return false
 	}
 
-	ad, err := decoder(m.Data[4:])
-	if err != nil {
-		return false
-	}
-	var is firewall.Place
-	for ad.Next() {
-		switch ad.Type() {
-		case table:
-			is.Table = ad.String()
-		case chain:
-			is.Chain = ad.String()
-		}
-	}
-	return slices.ContainsFunc(places, func(p firewall.Place) bool {
+	a, err := parse(m.Data[4:])
+	is := firewall.Place{Table: a.text(table), Chain: a.text(chain)}
+	return err == nil && slices.ContainsFunc(places, func(p firewall.Place) bool {
 		return p.Table == is.Table && (chain == 0 || p.Chain == is.Chain)
 	})
 }
