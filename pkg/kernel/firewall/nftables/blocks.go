@@ -83,7 +83,7 @@ func devicesOf(chains []*nftables.Chain) (map[*nftables.Chain][]string, error) {
 			return nil, err
 		}
 		c.protocol = uint8(chain.Table.Family)
-		key := chainKey(chain.Table.Name, chain.Name)
+		key := ofChain(chain.Table.Name, chain.Name)
 		err = c.get(unix.NFT_MSG_GETCHAIN, 0, key, func(a attrs) { all[chain] = deviceNames(a.in(unix.NFTA_CHAIN_HOOK)) })
 		c.close()
 		if err != nil {

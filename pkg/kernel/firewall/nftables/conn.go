@@ -57,20 +57,20 @@ func protocol(f prefix.Family) uint8 {
 
 func (c *conn) close() { _ = c.nl.Close() }
 
-func (c *conn) message(typ uint16, flags netlink.HeaderFlags, attrs []byte) netlink.Message {
+func (c *conn) message(typ uint16, flags netlink.HeaderFlags, attrs ...netlink.Attribute) netlink.Message {
 	return netlink.Message{
 		Header: netlink.Header{
 			Type:  netlink.HeaderType(unix.NFNL_SUBSYS_NFTABLES<<8 | typ),
 			Flags: netlink.Request | flags,
 		},
-		Data: append([]byte{c.protocol, unix.NFNETLINK_V0, 0, 0}, attrs...),
+		Data: append([]byte{c.protocol, unix.NFNETLINK_V0, 0, 0}, pack(attrs...)...),
 	}
 }
 
 // get requests one object, or with netlink.Dump many, and calls take with the attributes of each. It returns
 // nil if the object does not exist, and errRaced if the ruleset changed during a dump.
-func (c *conn) get(typ uint16, flags netlink.HeaderFlags, key []byte, take func(attrs)) error {
-	answers, err := c.nl.Execute(c.message(typ, flags, key))
+func (c *conn) get(typ uint16, flags netlink.HeaderFlags, key []netlink.Attribute, take func(attrs)) error {
+	answers, err := c.nl.Execute(c.message(typ, flags, key...))
 	if errors.Is(err, unix.ENOENT) {
 		return nil
 	}
@@ -131,32 +131,27 @@ func (a attrs) text(typ uint16) string { return text(a[typ]) }
 
 func text(b []byte) string { return strings.TrimRight(string(b), "\x00") }
 
-func attributes(fill func(*netlink.AttributeEncoder)) []byte {
-	ae := netlink.NewAttributeEncoder()
-	ae.ByteOrder = binary.BigEndian
-	fill(ae)
-	b, _ := ae.Encode() // fails only if a nested function fails, and none can
+func pack(list ...netlink.Attribute) []byte {
+	b, _ := netlink.MarshalAttributes(list) // fails only for one of more than 64 KiB
 	return b
 }
 
-// chainKey returns the attributes that name a chain, and those that fill adds.
-func chainKey(table, chain string, fill ...func(*netlink.AttributeEncoder)) []byte {
-	return keyed(unix.NFTA_CHAIN_TABLE, table, unix.NFTA_CHAIN_NAME, chain, fill)
+func str(typ uint16, s string) netlink.Attribute {
+	return netlink.Attribute{Type: typ, Data: append([]byte(s), 0)}
 }
 
-// ruleKey returns the attributes that name all rules of a chain, and those that fill adds.
-func ruleKey(table, chain string, fill ...func(*netlink.AttributeEncoder)) []byte {
-	return keyed(unix.NFTA_RULE_TABLE, table, unix.NFTA_RULE_CHAIN, chain, fill)
+func num(typ uint16, n uint32) netlink.Attribute {
+	return netlink.Attribute{Type: typ, Data: binary.BigEndian.AppendUint32(nil, n)}
 }
 
-func keyed(ofTable uint16, table string, ofChain uint16, chain string, fill []func(*netlink.AttributeEncoder)) []byte {
-	return attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(ofTable, table)
-		ae.String(ofChain, chain)
-		for _, f := range fill {
-			f(ae)
-		}
-	})
+// ofChain returns the attributes that name a chain, and more.
+func ofChain(table, name string, more ...netlink.Attribute) []netlink.Attribute {
+	return append([]netlink.Attribute{str(unix.NFTA_CHAIN_TABLE, table), str(unix.NFTA_CHAIN_NAME, name)}, more...)
+}
+
+// ofRules returns the attributes that name all rules of a chain, and more.
+func ofRules(table, chain string, more ...netlink.Attribute) []netlink.Attribute {
+	return append([]netlink.Attribute{str(unix.NFTA_RULE_TABLE, table), str(unix.NFTA_RULE_CHAIN, chain)}, more...)
 }
 
 // generation returns the number of the ruleset, which every change increases.
@@ -168,18 +163,15 @@ func (c *conn) generation() (id uint32, err error) {
 // commit executes all of changes, of which there must be some, or none. It returns errRaced if the
 // ruleset no longer has the given generation.
 func (c *conn) commit(generation uint32, changes []netlink.Message) error {
-	limit := func(typ netlink.HeaderType, attrs []byte) netlink.Message {
-		data := append([]byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}, attrs...)
+	limit := func(typ netlink.HeaderType, attrs ...netlink.Attribute) netlink.Message {
+		data := append([]byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}, pack(attrs...)...)
 		return netlink.Message{Header: netlink.Header{Type: typ, Flags: netlink.Request}, Data: data}
 	}
-
-	begin := limit(unix.NFNL_MSG_BATCH_BEGIN, attributes(func(ae *netlink.AttributeEncoder) {
-		ae.Uint32(unix.NFNL_BATCH_GENID, generation)
-	}))
+	begin := limit(unix.NFNL_MSG_BATCH_BEGIN, num(unix.NFNL_BATCH_GENID, generation))
 
 	// The last acknowledgement follows all errors. Those of many changes would not fit the buffer.
 	changes[len(changes)-1].Header.Flags |= netlink.Acknowledge
-	if _, err := c.nl.SendMessages(slices.Concat([]netlink.Message{begin}, changes, []netlink.Message{limit(unix.NFNL_MSG_BATCH_END, nil)})); err != nil {
+	if _, err := c.nl.SendMessages(slices.Concat([]netlink.Message{begin}, changes, []netlink.Message{limit(unix.NFNL_MSG_BATCH_END)})); err != nil {
 		return err
 	}
 

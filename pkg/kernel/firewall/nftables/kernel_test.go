@@ -182,10 +182,7 @@ func TestKernelRefused(t *testing.T) {
 	}
 	defer owner.close()
 	const owned = 2 // NFT_TABLE_F_OWNER, for which x/sys/unix has no constant
-	table := owner.message(unix.NFT_MSG_NEWTABLE, netlink.Create, attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(unix.NFTA_TABLE_NAME, tableName(prefix.IPv4))
-		ae.Uint32(unix.NFTA_TABLE_FLAGS, owned)
-	}))
+	table := owner.message(unix.NFT_MSG_NEWTABLE, netlink.Create, str(unix.NFTA_TABLE_NAME, tableName(prefix.IPv4)), num(unix.NFTA_TABLE_FLAGS, owned))
 	generation, err := owner.generation()
 	if err := oneline.Join(err, owner.commit(generation, []netlink.Message{table})); err != nil {
 		t.Fatal(err)

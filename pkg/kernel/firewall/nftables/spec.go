@@ -35,5 +35,3 @@ func tableName(f prefix.Family) string {
 	}
 	return "flannel-ipv6"
 }
-
-func tableComment(f prefix.Family) string { return "rules for " + tableName(f) }

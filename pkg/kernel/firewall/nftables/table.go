@@ -3,6 +3,8 @@
 package nftables
 
 import (
+	"encoding/binary"
+
 	"github.com/google/nftables/userdata"
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
@@ -32,7 +34,7 @@ type ruleState struct {
 // table reads the named table and flanneld's chains in it.
 func (c *conn) table(name string) (table, error) {
 	t := table{ours: map[firewall.Chain]chainState{}}
-	key := attributes(func(ae *netlink.AttributeEncoder) { ae.String(unix.NFTA_TABLE_NAME, name) })
+	key := []netlink.Attribute{str(unix.NFTA_TABLE_NAME, name)}
 	err := c.get(unix.NFT_MSG_GETTABLE, 0, key, func(a attrs) {
 		t.exists = true
 		t.dormant = a.number(unix.NFTA_TABLE_FLAGS)&unix.NFT_TABLE_F_DORMANT != 0
@@ -53,7 +55,7 @@ func (c *conn) table(name string) (table, error) {
 func (c *conn) chain(table string, chain firewall.Chain) (chainState, error) {
 	var s chainState
 	want := specOf(chain)
-	err := c.get(unix.NFT_MSG_GETCHAIN, 0, chainKey(table, want.name), func(a attrs) {
+	err := c.get(unix.NFT_MSG_GETCHAIN, 0, ofChain(table, want.name), func(a attrs) {
 		hook := a.in(unix.NFTA_CHAIN_HOOK)
 		is := want
 		is.kind = a.text(unix.NFTA_CHAIN_TYPE)
@@ -77,7 +79,7 @@ func (c *conn) chain(table string, chain firewall.Chain) (chainState, error) {
 }
 
 func (c *conn) eachRule(table, chain string, take func(ruleState)) error {
-	return c.get(unix.NFT_MSG_GETRULE, netlink.Dump, ruleKey(table, chain), func(a attrs) {
+	return c.get(unix.NFT_MSG_GETRULE, netlink.Dump, ofRules(table, chain), func(a attrs) {
 		take(ruleState{a.number(unix.NFTA_RULE_HANDLE), a[unix.NFTA_RULE_EXPRESSIONS]})
 	})
 }
@@ -85,7 +87,9 @@ func (c *conn) eachRule(table, chain string, take func(ruleState)) error {
 // commentType is the type of the comment in the user data of tables and chains.
 const commentType = userdata.Type(0)
 
-func comment(text string) []byte { return userdata.AppendString(nil, commentType, text) }
+func comment(typ uint16, text string) netlink.Attribute {
+	return netlink.Attribute{Type: typ, Data: userdata.AppendString(nil, commentType, text)}
+}
 
 // The attributes of user data (linux/netfilter/nf_tables.h), for which x/sys/unix has no
 // constants.
@@ -95,51 +99,39 @@ const (
 )
 
 func (c *conn) newTable() netlink.Message {
-	return c.message(unix.NFT_MSG_NEWTABLE, netlink.Create, attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(unix.NFTA_TABLE_NAME, tableName(c.family))
-		ae.Uint32(unix.NFTA_TABLE_FLAGS, 0)
-		ae.Bytes(nftaTableUserdata, comment(tableComment(c.family)))
-	}))
+	name := tableName(c.family)
+	return c.message(unix.NFT_MSG_NEWTABLE, netlink.Create, str(unix.NFTA_TABLE_NAME, name), num(unix.NFTA_TABLE_FLAGS, 0),
+		comment(nftaTableUserdata, "rules for "+name))
 }
 
 func (c *conn) delTable(name string) netlink.Message {
-	return c.message(unix.NFT_MSG_DELTABLE, 0, attributes(func(ae *netlink.AttributeEncoder) {
-		ae.String(unix.NFTA_TABLE_NAME, name)
-	}))
+	return c.message(unix.NFT_MSG_DELTABLE, 0, str(unix.NFTA_TABLE_NAME, name))
 }
 
 func (c *conn) newChain(chain firewall.Chain) netlink.Message {
 	s := specOf(chain)
-	return c.message(unix.NFT_MSG_NEWCHAIN, netlink.Create, chainKey(tableName(c.family), s.name, func(ae *netlink.AttributeEncoder) {
-		ae.Nested(unix.NFTA_CHAIN_HOOK, func(hook *netlink.AttributeEncoder) error {
-			hook.Uint32(unix.NFTA_HOOK_HOOKNUM, s.hook)
-			hook.Uint32(unix.NFTA_HOOK_PRIORITY, s.priority)
-			return nil
-		})
-		ae.Uint32(unix.NFTA_CHAIN_POLICY, nfAccept)
-		ae.String(unix.NFTA_CHAIN_TYPE, s.kind)
-		ae.Bytes(nftaChainUserdata, comment(s.comment))
-	}))
+	hook := pack(num(unix.NFTA_HOOK_HOOKNUM, s.hook), num(unix.NFTA_HOOK_PRIORITY, s.priority))
+	return c.message(unix.NFT_MSG_NEWCHAIN, netlink.Create, ofChain(tableName(c.family), s.name,
+		netlink.Attribute{Type: netlink.Nested | unix.NFTA_CHAIN_HOOK, Data: hook}, num(unix.NFTA_CHAIN_POLICY, nfAccept),
+		str(unix.NFTA_CHAIN_TYPE, s.kind), comment(nftaChainUserdata, s.comment))...)
 }
 
 func (c *conn) delChain(chain firewall.Chain) []netlink.Message {
 	table := tableName(c.family)
 	name := specOf(chain).name
 	return []netlink.Message{
-		c.message(unix.NFT_MSG_DELRULE, 0, ruleKey(table, name)), // all rules of the chain
-		c.message(unix.NFT_MSG_DELCHAIN, 0, chainKey(table, name)),
+		c.message(unix.NFT_MSG_DELRULE, 0, ofRules(table, name)...), // all rules of the chain
+		c.message(unix.NFT_MSG_DELCHAIN, 0, ofChain(table, name)...),
 	}
 }
 
 // newRule adds a rule at the head of its chain or, if flags contain netlink.Append, at the end.
 func (c *conn) newRule(chain firewall.Chain, expressions []byte, flags netlink.HeaderFlags) netlink.Message {
-	return c.message(unix.NFT_MSG_NEWRULE, netlink.Create|flags, ruleKey(tableName(c.family), specOf(chain).name, func(ae *netlink.AttributeEncoder) {
-		ae.Bytes(unix.NLA_F_NESTED|unix.NFTA_RULE_EXPRESSIONS, expressions)
-	}))
+	return c.message(unix.NFT_MSG_NEWRULE, netlink.Create|flags, ofRules(tableName(c.family), specOf(chain).name,
+		netlink.Attribute{Type: netlink.Nested | unix.NFTA_RULE_EXPRESSIONS, Data: expressions})...)
 }
 
 func (c *conn) delRule(chain firewall.Chain, handle uint64) netlink.Message {
-	return c.message(unix.NFT_MSG_DELRULE, 0, ruleKey(tableName(c.family), specOf(chain).name, func(ae *netlink.AttributeEncoder) {
-		ae.Uint64(unix.NFTA_RULE_HANDLE, handle)
-	}))
+	return c.message(unix.NFT_MSG_DELRULE, 0, ofRules(tableName(c.family), specOf(chain).name,
+		netlink.Attribute{Type: unix.NFTA_RULE_HANDLE, Data: binary.BigEndian.AppendUint64(nil, handle)})...)
 }

@@ -41,7 +41,7 @@ func Targets(f prefix.Family, table, chain string) (targets []Target, exists boo
 }
 
 func (c *conn) targets(table, chain string) (targets []Target, exists bool, err error) {
-	err = c.get(unix.NFT_MSG_GETCHAIN, 0, chainKey(table, chain), func(attrs) { exists = true })
+	err = c.get(unix.NFT_MSG_GETCHAIN, 0, ofChain(table, chain), func(attrs) { exists = true })
 	if err != nil || !exists {
 		return nil, false, err
 	}
