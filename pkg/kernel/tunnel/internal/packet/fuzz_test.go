@@ -44,7 +44,7 @@ func FuzzDeviceFrame(f *testing.F) {
 		DecrementTTL(b)
 		for _, c := range []ICMPError{Unreachable, TimeExceeded, TooBig} {
 			for _, own := range []netip.Addr{netip.MustParseAddr("10.5.1.0"), netip.MustParseAddr("fd00::1")} {
-				if m := c.Write(make([]byte, MaxICMPError), b, h, own, 1400); m != nil {
+				if m := c.Write(make([]byte, MinMTU6), b, h, own, 1400); m != nil {
 					if _, ok := Parse(m); !ok {
 						t.Fatalf("an invalid reply: %x", m)
 					}

@@ -18,9 +18,6 @@ const (
 	TooBig                        // the packet is larger than the next link allows, and fragmentation is forbidden
 )
 
-// MaxICMPError is the maximum length in bytes of a message that Write returns.
-const MaxICMPError = MinMTU6
-
 // MinMTU6 is the minimum MTU in bytes of an IPv6 link.
 const MinMTU6 = 1280
 
@@ -33,7 +30,7 @@ const (
 )
 
 // Write returns the ICMP error about the packet b, whose parsed header is h. It writes
-// the message, with its IP header, to the start of dst, which must have MaxICMPError
+// the message, with its IP header, to the start of dst, which must have MinMTU6
 // bytes. src is the source of the message. mtu is the MTU that TooBig reports, but at
 // least the minimum MTU of the family; other kinds ignore it. Write returns nil if no
 // error may be sent about b, if src is of another family, if the IPv4 header has the
@@ -46,58 +43,44 @@ func (e ICMPError) Write(dst, b []byte, h Header, src netip.Addr, mtu int) []byt
 		return nil
 	}
 
-	f := icmpFormatOf(h.IPv6)
-	quote := b[:min(h.Total, h.Len+f.quoted)]
-	dst = dst[:f.header+icmpHeader+len(quote)]
-	clear(dst)
-	dst[0] = f.first
-	dst[f.ttl] = icmpErrorTTL
-	dst[f.ttl+f.protocolAt] = f.protocol
-	copy(dst[f.addresses:], src.AsSlice())
-	copy(dst[f.addresses+src.BitLen()/8:], h.Src.AsSlice())
-	setTotal(dst, h.IPv6)
-	m := dst[f.header:]
-	m[0] = f.codes[e][0]
-	m[1] = f.codes[e][1]
-	if e == TooBig {
-		binary.BigEndian.PutUint32(m[4:], uint32(max(mtu, f.minMTU)))
+	header := header4
+	quoted := 8  // bytes behind the packet's IP header that the message contains
+	minMTU := 68 // minimum MTU that may be reported
+	if h.IPv6 {
+		header = header6
+		quoted = MinMTU6 - header6 - icmpHeader - header6 // they fill the message (RFC 4443), because extension headers may precede the ports
+		minMTU = MinMTU6
 	}
 
+	quote := b[:min(h.Total, h.Len+quoted)]
+	dst = dst[:header+icmpHeader+len(quote)]
+	clear(dst)
+	m := dst[header:]
 	copy(m[icmpHeader:], quote)
-	partial := uint64(0)
-	if h.IPv6 {
-		partial = pseudo(dst, true, f.protocol, len(m))
+	if e == TooBig {
+		binary.BigEndian.PutUint32(m[4:], uint32(max(mtu, minMTU)))
 	}
+
+	partial := uint64(0)
+	addresses := append(src.AsSlice(), h.Src.AsSlice()...)
+	if h.IPv6 {
+		dst[0] = 6 << 4
+		dst[6] = protoICMPv6
+		dst[7] = icmpErrorTTL
+		copy(dst[8:], addresses)
+		m[0] = [...]byte{Unreachable: 1, TimeExceeded: 3, TooBig: 2}[e]
+		partial = pseudo(dst, true, protoICMPv6, len(m))
+	} else {
+		dst[0] = 4<<4 | header4/4
+		dst[8] = icmpErrorTTL
+		dst[9] = protoICMP
+		copy(dst[12:], addresses)
+		m[0] = [...]byte{Unreachable: 3, TimeExceeded: 11, TooBig: 3}[e]
+		m[1] = [...]byte{TooBig: 4}[e]
+	}
+	setTotal(dst, h.IPv6)
 	binary.BigEndian.PutUint16(m[2:], ^fold(sum(m, partial)))
 	return dst
-}
-
-type icmpFormat struct {
-	header          int  // length of the IP header in bytes
-	first           byte // first byte of the IP header
-	ttl, protocolAt int  // offset of the hop limit, and of the protocol relative to it
-	addresses       int  // offset of the addresses
-	protocol        byte
-	codes           [3][2]byte // type and code of each kind of error
-	minMTU          int        // minimum MTU that may be reported
-	// quoted is the maximum number of bytes behind the packet's IP header that the message
-	// contains. For IPv6 they fill the message (RFC 4443), because extension headers may
-	// precede the ports.
-	quoted int
-}
-
-func icmpFormatOf(ipv6 bool) icmpFormat {
-	if ipv6 {
-		return icmpFormat{
-			header: header6, first: 6 << 4, ttl: 7, protocolAt: -1, addresses: 8, protocol: protoICMPv6,
-			codes: [3][2]byte{Unreachable: {1, 0}, TimeExceeded: {3, 0}, TooBig: {2, 0}}, minMTU: MinMTU6,
-			quoted: MinMTU6 - header6 - icmpHeader - header6,
-		}
-	}
-	return icmpFormat{
-		header: header4, first: 4<<4 | header4/4, ttl: 8, protocolAt: 1, addresses: 12, protocol: protoICMP,
-		codes: [3][2]byte{Unreachable: {3, 0}, TimeExceeded: {11, 0}, TooBig: {3, 4}}, minMTU: 68, quoted: 8,
-	}
 }
 
 // isError includes Redirect. No ICMP error may be sent about such messages (RFC 1122, 3.2.2; RFC 4443,

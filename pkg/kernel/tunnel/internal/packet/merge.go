@@ -32,29 +32,22 @@ type Merger struct {
 // discards the gathered packets. The merger owns buf from start to the end of the gathered
 // packets, and the OffloadLen bytes before start, until the next Begin.
 func (m *Merger) Begin(buf []byte, start, end int, h Header) {
-	m.buf = buf
-	m.start = start
-	m.end = end
-	m.count = 1
-	m.headers = 0
-	m.full = false
-	plain := h.IPv6 || h.Len == header4
-	if !plain || h.Fragment {
-		return
+	*m = Merger{
+		TCP: m.TCP, UDP: m.UDP, buf: buf, start: start, end: end, count: 1,
+		tcp: h.Protocol == protoTCP, ipv6: h.IPv6, transport: h.Len,
 	}
-
-	m.tcp = h.Protocol == protoTCP
-	m.ipv6 = h.IPv6
-	m.transport = h.Len
+	plain := h.IPv6 || h.Len == header4
 	wanted := m.tcp && m.TCP || h.Protocol == protoUDP && m.UDP
-	if !wanted {
+	if !plain || h.Fragment || !wanted {
 		return
 	}
 
 	b := buf[start:end]
-	if n := transportLen(b[h.Len:], m.tcp); n != 0 && h.Len+n < len(b) && m.mergeable(b[h.Len:]) {
+	t := b[h.Len:]
+	if n := transportLen(t, m.tcp); n != 0 && n < len(t) && m.mergeable(t) {
 		m.headers = h.Len + n
 		m.size = len(b) - m.headers
+		m.full = m.tcp && t[13]&flagPSH != 0 // PSH ends a super-packet
 	}
 }
 
@@ -63,11 +56,9 @@ const (
 	flagACK = 0x10
 )
 
-// mergeable reports whether the first packet, whose transport header and payload are t, can be part of a
-// super-packet.
+// mergeable reports whether a packet whose transport header and payload are t can be part of a super-packet.
 func (m *Merger) mergeable(t []byte) bool {
 	if m.tcp {
-		m.full = t[13] == flagACK|flagPSH // PSH ends a super-packet
 		return t[13]&^flagPSH == flagACK
 	}
 	return int(binary.BigEndian.Uint16(t[4:])) == len(t) && binary.BigEndian.Uint16(t[udpChecksum:]) != 0
@@ -127,16 +118,16 @@ func (m *Merger) continues(a, b []byte) bool {
 
 	x := a[m.transport:]
 	y := b[m.transport:]
-	if [4]byte(x) != [4]byte(y) {
+	if [4]byte(x) != [4]byte(y) || !m.mergeable(y) {
 		return false
 	}
 	if !m.tcp {
-		return int(binary.BigEndian.Uint16(y[4:])) == len(y) && binary.BigEndian.Uint16(y[udpChecksum:]) != 0
+		return true
 	}
 
 	n := m.headers - m.transport
 	return binary.BigEndian.Uint32(y[4:]) == binary.BigEndian.Uint32(x[4:])+uint32(m.count*m.size) &&
-		[4]byte(x[8:]) == [4]byte(y[8:]) && x[12] == y[12] && y[13]&^flagPSH == flagACK &&
+		[4]byte(x[8:]) == [4]byte(y[8:]) && x[12] == y[12] &&
 		[2]byte(x[14:]) == [2]byte(y[14:]) && bytes.Equal(x[18:n], y[18:n])
 }
 

@@ -512,7 +512,7 @@ func TestICMPError(t *testing.T) {
 	own, own6 := netip.MustParseAddr("10.5.1.0"), netip.MustParseAddr("fd00:10:5:1::")
 	p := buildPacket(spec{payload: []byte("12345678")})
 	h, _ := Parse(p)
-	got := Unreachable.Write(make([]byte, MaxICMPError), p, h, own, 0)
+	got := Unreachable.Write(make([]byte, MinMTU6), p, h, own, 0)
 	want := "45000038" + "00000000" + "0801 9aba" + "0a050100" + "0a050102" + "0300 79fa" + "00000000" + hex.EncodeToString(p[:28])
 	want = strings.ReplaceAll(want, " ", "")
 	if referenceChecksum(got[:20]) != 0 || referenceChecksum(got[20:]) != 0 {
@@ -523,7 +523,7 @@ func TestICMPError(t *testing.T) {
 	if hex.EncodeToString(got) != want {
 		t.Errorf("%x\nwant %s", got, want)
 	}
-	big := TooBig.Write(make([]byte, MaxICMPError), p, h, own, 1400)
+	big := TooBig.Write(make([]byte, MinMTU6), p, h, own, 1400)
 	if big[20] != 3 || big[21] != 4 || binary.BigEndian.Uint16(big[26:]) != 1400 || referenceChecksum(big[20:]) != 0 {
 		t.Errorf("too big: %x", big)
 	}
@@ -531,7 +531,7 @@ func TestICMPError(t *testing.T) {
 		p6 := buildPacket(spec{ipv6: true, payload: randomBytes(n)})
 		h6, _ := Parse(p6)
 		for c, typ := range map[ICMPError]byte{Unreachable: 1, TimeExceeded: 3, TooBig: 2} {
-			m := c.Write(make([]byte, MaxICMPError), p6, h6, own6, 1000)
+			m := c.Write(make([]byte, MinMTU6), p6, h6, own6, 1000)
 			pseudo := binary.BigEndian.AppendUint16([]byte{0, protoICMPv6}, uint16(len(m)-header6))
 			if m[40] != typ || referenceChecksum(m[8:40], pseudo, m[40:]) != 0 || m[6] != protoICMPv6 {
 				t.Errorf("IPv6 %d: %x", c, m)
@@ -558,14 +558,14 @@ func TestICMPError(t *testing.T) {
 		b := bytes.Clone(p)
 		tc.change(b)
 		h, _ := Parse(b)
-		if m := tc.c.Write(make([]byte, MaxICMPError), b, h, own, 0); m != nil {
+		if m := tc.c.Write(make([]byte, MinMTU6), b, h, own, 0); m != nil {
 			t.Errorf("%s caused an error: %x", name, m)
 		}
 	}
 	echo := bytes.Clone(p)
 	echo[9], echo[20] = protoICMP, 8
 	he, _ := Parse(echo)
-	if TooBig.Write(make([]byte, MaxICMPError), echo, he, own, 1400) == nil {
+	if TooBig.Write(make([]byte, MinMTU6), echo, he, own, 1400) == nil {
 		t.Error("no error about an echo request that is too big: path MTU discovery by ping would fail")
 	}
 }
