@@ -175,7 +175,7 @@ func checkAll(ctx context.Context, r status.Report, only []netip.Prefix, progres
 		}
 	}
 	_ = group.Wait()
-	sortBySubnet(verdicts)
+	slices.SortFunc(verdicts, func(a, b verdict) int { return a.Subnet.Compare(b.Subnet) })
 	return verdicts
 }
 
@@ -248,8 +248,4 @@ func outcomeOf(v paths.Verdict) status.Outcome {
 		o.RTT = 0
 	}
 	return o
-}
-
-func sortBySubnet(verdicts []verdict) {
-	slices.SortFunc(verdicts, func(a, b verdict) int { return a.Subnet.Compare(b.Subnet) })
 }

@@ -88,7 +88,7 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 // reports. silent, which may be nil, returns the subnets of peers that do not answer; it is called only if that counts.
 func examine(ctx context.Context, reports []status.Report, away error, silent func(status.Report) []netip.Prefix) []doctor.Finding {
 	if away != nil {
-		if e := (unknownError{}); errors.As(away, &e) {
+		if e, ok := errors.AsType[unknownError](away); ok {
 			away = e.cause
 		}
 		return doctor.Examine(linux.Host(away))
