@@ -220,7 +220,7 @@ func (b *Backend) outdated(prev subnet.Claim) bool {
 
 	ran := b.host.store.setup().Input.Env // empty before the host has its first subnet
 	return len(ran) > 0 && slices.ContainsFunc(prev.Endpoints, func(e subnet.Endpoint) bool {
-		return e.Subnet.IsValid() && !slices.Contains(ran, namesOf(e.Family()).subnet+"="+e.Subnet.String())
+		return e.Subnet.IsValid() && !slices.Contains(ran, names[e.Family()][1]+"="+e.Subnet.String())
 	})
 }
 
@@ -290,16 +290,19 @@ func (b *Backend) attempt(ctx context.Context, c command, in input) (output stri
 // peerVariables returns the variables for the commands of a peer's subnet. Their values are
 // only addresses and prefixes, even if the lease is hostile.
 func peerVariables(l subnet.Lease) []string {
-	values := map[string]string{}
+	values := map[prefix.Family][3]string{}
 	for _, e := range l.Endpoints {
-		names := namesOf(e.Family())
-		values[names.subnet] = e.Subnet.String()
-		values[names.address] = e.PublicIP.String()
+		values[e.Family()] = [3]string{"", e.Subnet.String(), e.PublicIP.String()}
 	}
-	var env []string
+	return assign(values, 1)
+}
+
+// assign returns the variables of both families with their values, from one of their indexes in names on.
+func assign(values map[prefix.Family][3]string, from int) (env []string) {
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		n := namesOf(f)
-		env = append(env, n.subnet+"="+values[n.subnet], n.address+"="+values[n.address])
+		for i, name := range names[f][from:] {
+			env = append(env, name+"="+values[f][from+i])
+		}
 	}
 	return env
 }
@@ -307,7 +310,7 @@ func peerVariables(l subnet.Lease) []string {
 func (in input) subnets() (all []string) {
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 		for _, v := range in.Env {
-			if value, ok := strings.CutPrefix(v, namesOf(f).subnet+"="); ok && value != "" {
+			if value, ok := strings.CutPrefix(v, names[f][1]+"="); ok && value != "" {
 				all = append(all, value)
 			}
 		}
@@ -315,12 +318,7 @@ func (in input) subnets() (all []string) {
 	return all
 }
 
-// names contains the names of one family's variables.
-type names struct{ network, subnet, address string }
-
-func namesOf(f prefix.Family) names {
-	if f == prefix.IPv4 {
-		return names{"NETWORK", "SUBNET", "PUBLIC_IP"}
-	}
-	return names{"IPV6NETWORK", "IPV6SUBNET", "PUBLIC_IPV6"}
+// names contains the names of the variables: the network, the subnet and the address of each family.
+var names = map[prefix.Family][]string{
+	prefix.IPv4: {"NETWORK", "SUBNET", "PUBLIC_IP"}, prefix.IPv6: {"IPV6NETWORK", "IPV6SUBNET", "PUBLIC_IPV6"},
 }

@@ -55,27 +55,20 @@ const (
 // ownVariables returns the variables for PostStartupCommand and ShutdownCommand. They are empty for
 // a family without a subnet.
 func (b *Backend) ownVariables(own []subnet.Endpoint) []string {
-	values := map[string]string{"IPV6SUBNET": noSubnet, "PUBLIC_IPV6": noAddress}
+	values := map[prefix.Family][3]string{prefix.IPv6: {"", noSubnet, noAddress}}
 	for _, e := range own {
 		if !e.Subnet.IsValid() {
 			continue
 		}
-		names := namesOf(e.Family())
-		values[names.subnet] = e.Subnet.String()
+		v := values[e.Family()]
+		v[1] = e.Subnet.String()
 		if n, ok := b.env.Config.Network(e.Family()); ok {
-			values[names.network] = n.Prefix.String()
+			v[0] = n.Prefix.String()
 		}
 		if a, ok := b.env.Underlay.Family(e.Family()); ok {
-			values[names.address] = a.Local.String()
+			v[2] = a.Local.String()
 		}
+		values[e.Family()] = v
 	}
-
-	var env []string
-	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		n := namesOf(f)
-		for _, name := range []string{n.network, n.subnet, n.address} {
-			env = append(env, name+"="+values[name])
-		}
-	}
-	return env
+	return assign(values, 0)
 }
