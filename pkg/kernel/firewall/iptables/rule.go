@@ -76,30 +76,19 @@ func (p place) render(r firewall.Rule) string {
 	if r.Marked {
 		fmt.Fprintf(&b, "-m mark --mark %#x/%#x ", firewall.Mark, firewall.Mark)
 	}
-	fmt.Fprintf(&b, "-m comment --comment %q -j %s", p.comment, target(r.Action))
+	fmt.Fprintf(&b, "-m comment --comment %q -j %s", p.comment, targets[r.Action])
 	return b.String()
 }
 
-func target(a firewall.Action) string {
-	switch a {
-	case firewall.Return:
-		return "RETURN"
-	case firewall.Accept:
-		return "ACCEPT"
-	case firewall.Drop:
-		return "DROP"
-	case firewall.Masquerade:
-		return "MASQUERADE"
-	case firewall.MasqueradeRandom:
-		return "MASQUERADE --random-fully"
-	}
-	return ""
+var targets = map[firewall.Action]string{
+	firewall.Return: "RETURN", firewall.Accept: "ACCEPT", firewall.Drop: "DROP",
+	firewall.Masquerade: "MASQUERADE", firewall.MasqueradeRandom: "MASQUERADE --random-fully",
 }
 
 // parse reports whether render can return the rule, with any comment.
 func parse(have rule) (r firewall.Rule, comment string, ok bool) {
-	for a := firewall.Return; a <= firewall.MasqueradeRandom; a++ {
-		if have.jump == "-j "+target(a) {
+	for a, text := range targets {
+		if have.jump == "-j "+text {
 			r.Action = a
 		}
 	}

@@ -47,17 +47,12 @@ func encode(f prefix.Family, r firewall.Rule) ([]byte, error) {
 	exprs = append(exprs, match(h.src, h.length, r.Src)...)
 	exprs = append(exprs, match(h.dst, h.length, r.Dst)...)
 	exprs = append(exprs, carries(r.Payload)...)
-	switch r.Action {
-	case firewall.Return:
-		exprs = append(exprs, &expr.Verdict{Kind: expr.VerdictReturn})
-	case firewall.Accept:
-		exprs = append(exprs, &expr.Verdict{Kind: expr.VerdictAccept})
-	case firewall.Drop:
-		exprs = append(exprs, &expr.Verdict{Kind: expr.VerdictDrop})
-	case firewall.Masquerade, firewall.MasqueradeRandom:
+	kinds := map[firewall.Action]expr.VerdictKind{firewall.Return: expr.VerdictReturn, firewall.Accept: expr.VerdictAccept, firewall.Drop: expr.VerdictDrop}
+	if kind, ok := kinds[r.Action]; ok {
+		exprs = append(exprs, &expr.Verdict{Kind: kind})
+	} else {
 		exprs = append(exprs, &expr.Masq{FullyRandom: r.Action == firewall.MasqueradeRandom})
 	}
-
 	return marshal(f, exprs)
 }
 
