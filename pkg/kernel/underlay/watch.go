@@ -271,11 +271,8 @@ func waitFor(ctx context.Context, o Options, timeout, recheck time.Duration) (In
 		return Interface{}, err
 	}
 	defer stop()
-	deadline := time.NewTimer(timeout)
-	defer deadline.Stop()
-	tick := time.NewTicker(recheck)
-	defer tick.Stop()
 
+	end := time.Now().Add(timeout)
 	for first := true; ; first = false {
 		c, err := chooseNow(ctx, o)
 		if err == nil && c.lastResort == "" {
@@ -289,15 +286,14 @@ func waitFor(ctx context.Context, o Options, timeout, recheck time.Duration) (In
 			klog.FromContext(ctx).Info("waiting for an external interface", "timeout", timeout, "reason", reason)
 		}
 
-		select {
-		case <-changed:
-		case <-tick.C:
-		case <-deadline.C:
-			if err != nil {
-				err = fmt.Errorf("waited %s: %w", timeout, err)
-			}
+		left := time.Until(end)
+		if left <= 0 && err != nil {
+			err = fmt.Errorf("waited %s: %w", timeout, err)
+		}
+		if left <= 0 {
 			return c.Interface, err
-		case <-ctx.Done():
+		}
+		if wait.ForOr(ctx, min(left, recheck), changed) != nil {
 			return Interface{}, fmt.Errorf("wait for an external interface: %w", context.Cause(ctx))
 		}
 	}
