@@ -25,9 +25,6 @@ type inbound struct {
 	merged   bool // the merger contains packets
 	failures int  // number of receives that failed in a row
 
-	anySender      bool // any sender may use any source
-	foreignSources bool // sources outside of the networks are allowed
-
 	// The last sender and source, because most packets have the same as the one before.
 	routes  *routes
 	from    netip.AddrPort
@@ -40,8 +37,7 @@ type inbound struct {
 func newInbound(c Config, s *socket) *inbound {
 	return &inbound{
 		Config: c, socket: s, buf: make([]byte, packet.OffloadLen+2*maxPacket), receiver: newReceiver(), device: newDeviceWriter(c.Device),
-		merger:    packet.Merger{TCP: c.Device.tcp, UDP: c.Device.udp},
-		anySender: c.Check == CheckOff, foreignSources: c.Check != CheckStrict,
+		merger: packet.Merger{TCP: c.Device.tcp, UDP: c.Device.udp},
 	}
 }
 
@@ -109,7 +105,7 @@ func (i *inbound) take(at, n, size int, from netip.AddrPort) {
 
 // refusal reports whether to drop datagrams from an address and port, and why.
 func (i *inbound) refusal(from netip.AddrPort) (Reason, bool) {
-	if i.anySender {
+	if i.Check == CheckOff {
 		return 0, false
 	}
 	if _, known := i.routes.publics[from.Addr()]; !known {
@@ -156,7 +152,7 @@ func (i *inbound) datagram(at, end int) bool {
 func (i *inbound) sourceAllowed(src netip.Addr) bool {
 	if src != i.src {
 		i.src = src
-		i.allowed = packet.Forwardable(src) && (i.anySender || i.belongsToSender(src))
+		i.allowed = packet.Forwardable(src) && (i.Check == CheckOff || i.belongsToSender(src))
 	}
 	return i.allowed
 }
@@ -169,7 +165,7 @@ func (i *inbound) belongsToSender(src netip.Addr) bool {
 
 	// The device accepts packets with this host's own addresses, so a peer could impersonate the host
 	// by the address on which it receives datagrams.
-	return i.foreignSources && src != i.socket.local.Addr() && !i.inNetworks(src)
+	return i.Check != CheckStrict && src != i.socket.local.Addr() && !i.inNetworks(src)
 }
 
 // flush implements direction. It writes the gathered packets to the device.

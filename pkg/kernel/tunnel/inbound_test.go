@@ -280,7 +280,7 @@ func TestSenders(t *testing.T) {
 			"192.0.2.2:8285": "", "192.0.2.2:8286": "wrong_port", "192.0.2.2:1024": "wrong_port", "192.0.2.9:8285": "unknown_peer",
 		} {
 			i, _ := newTestInbound(t)
-			i.anySender, i.foreignSources = check == CheckOff, check != CheckStrict
+			i.Check = check
 			receiveFrom(i, netip.MustParseAddrPort(from), packets)
 			i.flush()
 			if check == CheckOff {
@@ -304,7 +304,7 @@ func TestAddressesOfNoHost(t *testing.T) {
 	}
 	send := func(t *testing.T, check SourceCheck, from, to string) *inbound {
 		i, _ := newTestInbound(t)
-		i.anySender, i.foreignSources = check == CheckOff, check != CheckStrict
+		i.Check = check
 		if netip.MustParseAddr(from).Is6() {
 			i.socket.local = netip.MustParseAddrPort("[2001:db8::1]:8285")
 			i.Table.update(nil, []Peer{{Subnet: netip.MustParsePrefix("fd00:10:5:2::/64"), Public: streamPeer.Public}})

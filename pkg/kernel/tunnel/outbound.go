@@ -130,7 +130,9 @@ func (o *outbound) add(b []byte) bool {
 		if !ok {
 			return o.Counters.drop(Malformed)
 		}
-		o.addAll(s, to, segments)
+		for i := range segments.Count() {
+			segments.Write(o.room(s, to, segments.Len(i)), i)
+		}
 		return true
 	}
 	if !offload.Complete(b) {
@@ -148,12 +150,6 @@ func (o *outbound) route(dst netip.Addr) bool {
 		o.public, o.known = now.subnets.Lookup(dst)
 	}
 	return o.known
-}
-
-func (o *outbound) addAll(s *socket, to netip.AddrPort, all packet.Segments) {
-	for i := range all.Count() {
-		all.Write(o.room(s, to, all.Len(i)), i)
-	}
 }
 
 // room appends a packet of n bytes to the batch, which the caller must write to the result. If the batch
@@ -213,11 +209,7 @@ func (o *outbound) send() error {
 }
 
 func (o *outbound) isSingle(public netip.Addr) bool {
-	until, ok := o.single[public]
-	if !ok {
-		return false
-	}
-	if time.Now().Before(until) {
+	if time.Now().Before(o.single[public]) {
 		return true
 	}
 	delete(o.single, public)
