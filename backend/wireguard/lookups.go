@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sync/semaphore"
 	"golang.org/x/time/rate"
 
 	"github.com/flanneld/flanneld/backend"
@@ -30,7 +31,7 @@ const (
 type lookups struct {
 	*backend.Notifier
 	lookup func(ctx context.Context, host string) ([]netip.Addr, error)
-	slots  chan struct{}
+	slots  *semaphore.Weighted
 	limit  *rate.Limiter
 	found  wait.Signal
 
@@ -40,7 +41,7 @@ type lookups struct {
 
 func newLookups(n *backend.Notifier, lookup func(ctx context.Context, host string) ([]netip.Addr, error)) *lookups {
 	l := &lookups{
-		Notifier: n, lookup: lookup, slots: make(chan struct{}, lookupsAtOnce), limit: rate.NewLimiter(lookupRate, lookupsAtOnce),
+		Notifier: n, lookup: lookup, slots: semaphore.NewWeighted(lookupsAtOnce), limit: rate.NewLimiter(lookupRate, lookupsAtOnce),
 		found: wait.NewSignal(), answers: map[string][]netip.Addr{},
 	}
 
@@ -59,13 +60,10 @@ func newLookups(n *backend.Notifier, lookup func(ctx context.Context, host strin
 // start looks up a name, and wants a pass if it has other addresses than the known ones.
 func (l *lookups) start(host string, known []netip.Addr) {
 	l.Go(func(ctx context.Context) {
-		select {
-		case l.slots <- struct{}{}:
-		case <-ctx.Done():
+		if l.slots.Acquire(ctx, 1) != nil {
 			return
 		}
-		defer func() { <-l.slots }()
-
+		defer l.slots.Release(1)
 		if l.limit.Wait(ctx) != nil {
 			return
 		}

@@ -248,11 +248,9 @@ func (n *network) syncDevice(number int, s settings, p pass) (read, wrote bool, 
 
 	d.index = index
 	if read {
-		d.peers = next
+		clear(d.peers)
 		d.unwantedRemoved = p.Complete
-		return read, len(cfg.Peers) > 0, repaired, nil
 	}
-
 	for _, key := range keys {
 		delete(d.peers, key)
 	}

@@ -10,6 +10,8 @@ import (
 
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
 // A preshared key matters only in handshakes: a session continues with any new key. Hosts
@@ -85,15 +87,8 @@ func (s *secret) setWaiting(ctx context.Context, waiting int, all bool) {
 }
 
 func watchPSKFile(ctx context.Context, path string, changed func()) {
-	ticker := time.NewTicker(pskCheck)
-	defer ticker.Stop()
 	last, _ := os.ReadFile(path) // secret.read logs the error
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-ticker.C:
-		}
+	for wait.For(ctx, pskCheck) == nil {
 		now, _ := os.ReadFile(path)
 		if !bytes.Equal(now, last) {
 			last = now
