@@ -185,15 +185,27 @@ func TableOf(f prefix.Family, policies ...Policy) Table {
 	// that it is from, whichever policy comes first.
 	var fromPods, fromOthers []Rule
 	for _, p := range policies {
+		action := Masquerade
+		if p.Random {
+			action = MasqueradeRandom
+		}
 		for _, n := range p.Networks {
 			if prefix.FamilyOf(n.Network.Addr()) != f {
 				continue
 			}
 			t.add(p, n)
-			if p.Masquerade {
-				fromPods = append(fromPods, p.masqueradePods(n))
-				fromOthers = append(fromOthers, p.masqueradeOthers(n)...)
+			if !p.Masquerade {
+				continue
 			}
+
+			// Packets from pods for which no rule of keepSource precedes this one.
+			fromPods = append(fromPods, Rule{Src: In(n.Network), Dst: notIn(multicast(f)), Action: action})
+			if p.Several {
+				fromOthers = append(fromOthers, toOwnPods(n))
+			}
+			// Packets from outside of the network to pods of other hosts, because the answers of these pods must
+			// come back through this host.
+			fromOthers = append(fromOthers, Rule{Src: notIn(n.Network), Dst: In(n.Network), Action: action})
 		}
 	}
 
@@ -241,7 +253,7 @@ func (p Policy) keepSource(n Network) []Rule {
 		{Src: subnet, Dst: network, Action: Return},
 		{Src: network, Dst: subnet, Action: Return},
 	}
-	if !p.Several { // otherwise masqueradeOthers adds this rule, after those of other networks
+	if !p.Several { // otherwise TableOf adds this rule, after those of other networks
 		rules = append(rules, toOwnPods(n))
 	}
 
@@ -258,28 +270,6 @@ func (p Policy) keepSource(n Network) []Rule {
 // toOwnPods keeps the source address of packets from outside to pods of this host.
 func toOwnPods(n Network) Rule {
 	return Rule{Src: notIn(n.Network), Dst: In(n.Subnet), Action: Return}
-}
-
-func (p Policy) masqueradeAction() Action {
-	if p.Random {
-		return MasqueradeRandom
-	}
-	return Masquerade
-}
-
-// masqueradePods masquerades packets from pods for which no rule of keepSource precedes it.
-func (p Policy) masqueradePods(n Network) Rule {
-	return Rule{Src: In(n.Network), Dst: notIn(multicast(prefix.FamilyOf(n.Network.Addr()))), Action: p.masqueradeAction()}
-}
-
-// masqueradeOthers masquerades packets from outside of the network to pods of other hosts, because the
-// answers of these pods must come back through this host.
-func (p Policy) masqueradeOthers(n Network) []Rule {
-	var rules []Rule
-	if p.Several {
-		rules = append(rules, toOwnPods(n))
-	}
-	return append(rules, Rule{Src: notIn(n.Network), Dst: In(n.Network), Action: p.masqueradeAction()})
 }
 
 // guard returns rules that drop tunnel packets from this host's pods to hosts. Pods may have tunnels

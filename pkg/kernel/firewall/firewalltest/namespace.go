@@ -39,13 +39,11 @@ func Enter(t testing.TB) {
 func Shell(t testing.TB, script string) string {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), "sh", "-ec", script)
+	var stderr strings.Builder
+	cmd.Stderr = &stderr
 	out, err := cmd.Output()
 	if err != nil {
-		var stderr []byte
-		if e, ok := err.(*exec.ExitError); ok { //nolint:errorlint // Output documents this type
-			stderr = e.Stderr
-		}
-		t.Fatalf("%s: %v: %s", script, err, stderr)
+		t.Fatalf("%s: %v: %s", script, err, &stderr)
 	}
 	return string(out)
 }

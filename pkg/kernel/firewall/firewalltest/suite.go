@@ -3,6 +3,7 @@
 package firewalltest
 
 import (
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -106,13 +107,7 @@ func (f Flavour) same(t *testing.T, what, want string) {
 }
 
 func (f Flavour) damage(t *testing.T) {
-	names := make([]string, 0, len(f.Damage))
-	for name := range f.Damage {
-		names = append(names, name)
-	}
-
-	slices.Sort(names)
-	for _, name := range names {
+	for _, name := range slices.Sorted(maps.Keys(f.Damage)) {
 		t.Run(name, func(t *testing.T) {
 			Enter(t)
 			a := f.New()
@@ -137,23 +132,27 @@ func (f Flavour) damage(t *testing.T) {
 // nothing.
 func (f Flavour) transitions(t *testing.T) {
 	Enter(t)
-	plain := Policy()
-	masqueradeOnly := Policy()
-	forwardOnly := Policy()
-	fixedPorts := Policy()
-	exceptions := Policy()
-	moved := Policy()
-	single := Policy()
-	masqueradeOnly.Forward = false
-	forwardOnly.Masquerade = false
-	fixedPorts.Random = false
-	exceptions.NonMasquerade = []netip.Prefix{netip.MustParsePrefix("198.51.100.7/32"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("2001:db8::/32")}
-	moved.Networks = []firewall.Network{network("10.5.0.0/16", "10.5.7.0/24"), network("fd00:10:5::/48", "fd00:10:5:7::/64")}
-	single.Networks, single.Former = single.Networks[:1], []netip.Prefix{single.Networks[1].Network}
+	but := func(change func(p *firewall.Policy)) firewall.Policy {
+		p := Policy()
+		change(&p)
+		return p
+	}
 	protocols := guard(Policy(), firewall.Payload{Protocol: 4}, firewall.Payload{Protocol: 41})
 	protocols.Masquerade = false
 	protocols.Networks[0].HostsInside = true
-	policies := []firewall.Policy{plain, masqueradeOnly, forwardOnly, fixedPorts, exceptions, moved, single, Guarded(), protocols}
+	policies := []firewall.Policy{
+		Policy(), Guarded(), protocols,
+		but(func(p *firewall.Policy) { p.Forward = false }), but(func(p *firewall.Policy) { p.Masquerade = false }), but(func(p *firewall.Policy) { p.Random = false }),
+		but(func(p *firewall.Policy) {
+			p.NonMasquerade = []netip.Prefix{netip.MustParsePrefix("198.51.100.7/32"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("2001:db8::/32")}
+		}),
+		but(func(p *firewall.Policy) { // another subnet
+			p.Networks = []firewall.Network{network("10.5.0.0/16", "10.5.7.0/24"), network("fd00:10:5::/48", "fd00:10:5:7::/64")}
+		}),
+		but(func(p *firewall.Policy) { // one family
+			p.Networks, p.Former = p.Networks[:1], []netip.Prefix{p.Networks[1].Network}
+		}),
+	}
 	a := f.New()
 
 	// iptables keeps an empty table, and lists tables in the order of their creation. So
