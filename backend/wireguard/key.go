@@ -72,11 +72,8 @@ func (s keyStore) key(device wgtypes.Key) (wgtypes.Key, error) {
 		if errors.Is(err, fs.ErrNotExist) {
 			continue
 		}
-		if err != nil {
+		if err != nil || path == s.path {
 			return key, err
-		}
-		if path == s.path {
-			return key, nil
 		}
 		return key, s.save(key)
 	}

@@ -55,15 +55,11 @@ func SharedIn(l subnet.Lease, usable func(netip.Addr) bool) Endpoints {
 	for _, e := range l.Endpoints {
 		f := prefix.FamilyOf(e.PublicIP)
 		for peer, text := range decode(e.Data) {
-			key, err := wgtypes.ParseKey(peer)
-			if err != nil || key.String() != peer {
-				continue
-			}
+			key, _ := wgtypes.ParseKey(peer) // another text with an error
 			endpoint, err := netip.ParseAddrPort(text)
-			if err != nil || endpoint.String() != text || endpoint.Port() == 0 || prefix.FamilyOf(endpoint.Addr()) != f || !usable(endpoint.Addr()) {
-				continue
+			if err == nil && key.String() == peer && endpoint.String() == text && endpoint.Port() != 0 && prefix.FamilyOf(endpoint.Addr()) == f && usable(endpoint.Addr()) {
+				shared[Of{key, f}] = endpoint
 			}
-			shared[Of{key, f}] = endpoint
 		}
 	}
 	return shared
@@ -74,11 +70,8 @@ func decode(raw json.RawMessage) map[string]string {
 		return nil
 	}
 	var d struct{ PeerEndpoints json.RawMessage }
-	if json.Unmarshal(raw, &d) != nil || len(d.PeerEndpoints) > maxSharedSize {
-		return nil
-	}
 	var texts map[string]string
-	if json.Unmarshal(d.PeerEndpoints, &texts) != nil || len(texts) > maxShared {
+	if json.Unmarshal(raw, &d) != nil || len(d.PeerEndpoints) > maxSharedSize || json.Unmarshal(d.PeerEndpoints, &texts) != nil || len(texts) > maxShared {
 		return nil
 	}
 	return texts
