@@ -21,12 +21,12 @@ type candidate struct {
 // inside serves none of these hosts, because it could send packets for one to another. The backend
 // between locations goes on to serve them, because it does not use these identities.
 type rivals struct {
-	candidates map[string]candidate           // by key of the lease
-	holders    map[string]map[string]struct{} // keys by identity
+	candidates map[string]candidate // by key of the lease
+	holders    map[string][]string  // keys by identity
 }
 
 func newRivals() rivals {
-	return rivals{map[string]candidate{}, map[string]map[string]struct{}{}}
+	return rivals{map[string]candidate{}, map[string][]string{}}
 }
 
 // change examines these keys again. It returns all keys for which decide may now return another result.
@@ -44,14 +44,16 @@ func (r *rivals) change(keys []string, examine func(key string) candidate) []str
 // addRivals adds the keys of all hosts that have an identity in common with a host, including its own.
 func (r *rivals) addRivals(to map[string]struct{}, key string) {
 	for _, id := range r.candidates[key].identities {
-		maps.Copy(to, r.holders[id])
+		for _, other := range r.holders[id] {
+			to[other] = struct{}{}
+		}
 	}
 }
 
 // set replaces the candidate of a host. A zero candidate removes the host.
 func (r *rivals) set(key string, c candidate) {
 	for _, id := range r.candidates[key].identities {
-		delete(r.holders[id], key)
+		r.holders[id] = slices.DeleteFunc(r.holders[id], func(k string) bool { return k == key })
 		if len(r.holders[id]) == 0 {
 			delete(r.holders, id)
 		}
@@ -64,10 +66,7 @@ func (r *rivals) set(key string, c candidate) {
 
 	r.candidates[key] = c
 	for _, id := range c.identities {
-		if r.holders[id] == nil {
-			r.holders[id] = map[string]struct{}{}
-		}
-		r.holders[id][key] = struct{}{}
+		r.holders[id] = append(r.holders[id], key)
 	}
 }
 
@@ -76,7 +75,7 @@ func (r *rivals) set(key string, c candidate) {
 func (r *rivals) decide(key string) (_ *subnet.Lease, why string) {
 	c := r.candidates[key]
 	for _, id := range c.identities {
-		for _, other := range slices.Sorted(maps.Keys(r.holders[id])) {
+		for _, other := range slices.Sorted(slices.Values(r.holders[id])) {
 			if other != key {
 				return nil, fmt.Sprintf("its %s is also that of %s", id, other)
 			}
