@@ -160,11 +160,7 @@ func (d *Device) File() *os.File { return d.file }
 
 // Persist sets whether the device remains when no program has it open.
 func (d *Device) Persist(on bool) error {
-	value := 0
-	if on {
-		value = 1
-	}
-	err := d.control(func(fd int) error { return unix.IoctlSetInt(fd, unix.TUNSETPERSIST, value) })
+	err := d.control(func(fd int) error { return unix.IoctlSetInt(fd, unix.TUNSETPERSIST, map[bool]int{true: 1}[on]) })
 	if err != nil {
 		return fmt.Errorf("make TUN device %s persistent (%v): %w", d.name, on, err)
 	}
