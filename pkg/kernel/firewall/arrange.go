@@ -83,7 +83,7 @@ func neighbours(c Chain, have []*Rule) []netip.Prefix {
 		}
 		n := r.Src.Prefix
 		switch {
-		case c == Postrouting && r.Action >= Masquerade && r.Dst == notIn(multicast(prefix.FamilyOf(n.Addr()))):
+		case c == Postrouting && r.Action >= Masquerade && r.Dst == notMulticast[prefix.FamilyOf(n.Addr())]:
 			networks = append(networks, n)
 		case c == Forward && *r == Rule{Src: In(n), Action: Accept} && slices.ContainsFunc(have, func(h *Rule) bool { return h != nil && *h == Rule{Dst: In(n), Action: Accept} }):
 			networks = append(networks, n)
@@ -114,7 +114,7 @@ func (t Table) Legacy(c Chain, r Rule, commented bool) bool {
 	case r.Action == Return && (r.Src == In(n) || r.Src == notIn(n)):
 		return subnetOf(r.Dst)
 	case r.Action >= Masquerade && r.Src == In(n):
-		return r.Dst == notIn(multicast(prefix.FamilyOf(n.Addr())))
+		return r.Dst == notMulticast[prefix.FamilyOf(n.Addr())]
 	case r.Action >= Masquerade && r.Src == notIn(n):
 		return r.Dst == In(n)
 	}

@@ -167,12 +167,9 @@ func (t Table) Rules(c Chain) []Rule {
 	return slices.Concat(common(c), t.rules[c])
 }
 
-// multicast addresses are never masqueraded.
-func multicast(f prefix.Family) netip.Prefix {
-	if f == prefix.IPv4 {
-		return netip.PrefixFrom(netip.AddrFrom4([4]byte{224}), 4)
-	}
-	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0xff}), 8)
+// notMulticast leaves out multicast addresses, which are never masqueraded.
+var notMulticast = map[prefix.Family]Match{
+	prefix.IPv4: notIn(netip.MustParsePrefix("224.0.0.0/4")), prefix.IPv6: notIn(netip.MustParsePrefix("ff00::/8")),
 }
 
 // Table returns the rules of family f.
@@ -199,7 +196,7 @@ func TableOf(f prefix.Family, policies ...Policy) Table {
 			}
 
 			// Packets from pods for which no rule of keepSource precedes this one.
-			fromPods = append(fromPods, Rule{Src: In(n.Network), Dst: notIn(multicast(f)), Action: action})
+			fromPods = append(fromPods, Rule{Src: In(n.Network), Dst: notMulticast[f], Action: action})
 			if p.Several {
 				fromOthers = append(fromOthers, toOwnPods(n))
 			}

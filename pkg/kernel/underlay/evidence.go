@@ -80,15 +80,9 @@ func (s selector) candidates() []candidate {
 func (c candidate) counts() bool { return c.inUse+c.published+c.peers+c.defaults > 0 }
 
 // truth compares two conditions; false comes first.
-func truth(a, b bool) int {
-	if a == b {
-		return 0
-	}
-	if a {
-		return 1
-	}
-	return -1
-}
+func truth(a, b bool) int { return ranks[a] - ranks[b] }
+
+var ranks = map[bool]int{true: 1}
 
 func (s selector) candidate(l Link) candidate {
 	c := candidate{Candidate: Candidate{Name: l.Name, Addresses: []netip.Addr{}, Never: s.never(l)}, link: l}

@@ -44,33 +44,25 @@ func (a *Applier) correct(ctx context.Context, f prefix.Family, d dump) (hidden 
 // readMissing adds the tables that are missing in d. iptables-save hides those in which one of
 // flanneld's chains, or a parent, exists.
 func (a *Applier) readMissing(ctx context.Context, f prefix.Family, d dump) (hidden []string, errs []error) {
-	texts := map[string]string{}
-	for _, chain := range firewall.Chains() {
-		if p := placeOf(chain); d[p.table] == nil {
-			texts[p.table] = ""
-		}
-	}
-
-	for _, chain := range firewall.Chains() {
-		p := placeOf(chain)
-		before, missing := texts[p.table]
-		if !missing {
+	for _, table := range Tables() {
+		if d[table] != nil {
 			continue
 		}
-
-		text, err := a.list(ctx, f, p)
-		if err != nil {
-			delete(texts, p.table) // also for its other chains
-			d[p.table] = nil
-			errs = append(errs, a.refused(f, []string{p.table}, err))
-			continue
+		text := ""
+		var err error
+		for _, chain := range firewall.Chains() {
+			if p := placeOf(chain); p.table == table && err == nil {
+				var more string
+				more, err = a.list(ctx, f, p)
+				text += more
+			}
 		}
-		texts[p.table] = before + text
-	}
 
-	for table, text := range texts {
-		d[table] = parseSave("*" + table + "\n" + text)[table]
-		if text != "" {
+		switch d[table] = parseSave("*" + table + "\n" + text)[table]; {
+		case err != nil:
+			d[table] = nil
+			errs = append(errs, a.refused(f, []string{table}, err))
+		case text != "":
 			hidden = append(hidden, table)
 		}
 	}

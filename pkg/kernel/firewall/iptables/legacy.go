@@ -30,10 +30,7 @@ func (t trusted) rests(wanted firewall.Table) bool {
 
 // legacyTables returns the tables of the kernel's own iptables in the network namespace of this thread.
 func legacyTables(f prefix.Family) []string {
-	file := "/proc/thread-self/net/ip_tables_names"
-	if f == prefix.IPv6 {
-		file = "/proc/thread-self/net/ip6_tables_names"
-	}
-	names, _ := os.ReadFile(file) // the file exists if the module is loaded
+	file := map[prefix.Family]string{prefix.IPv4: "ip_tables_names", prefix.IPv6: "ip6_tables_names"}[f]
+	names, _ := os.ReadFile("/proc/thread-self/net/" + file) // the file exists if the module is loaded
 	return strings.Fields(string(names))
 }

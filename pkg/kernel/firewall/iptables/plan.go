@@ -92,9 +92,8 @@ func (p *planner) jumpsHere(r rule) bool { return r.target == p.chain }
 // wanted. It also removes the rules of flannel before v0.20.
 func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 	var rest []rule // the remaining rules, without the jump
-	jumps := 0
+	var jumps []rule
 	at := 0
-	right := false
 	for _, h := range p.have[p.parent] {
 		r, comment, ok := parse(h)
 		if ok && t.Legacy(c, r, comment == p.comment) {
@@ -105,19 +104,17 @@ func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 			rest = append(rest, h)
 			continue
 		}
-		jumps++
+		jumps = append(jumps, h)
 		at = len(rest)
-		right = h.spec == p.jump() && h.always
 	}
 
 	lo, hi := p.room(rest)
-	inPlace := jumps == 1 && right && lo <= at && at <= hi
-	if !p.wanted || !inPlace {
-		for _, h := range p.have[p.parent] {
-			if p.jumpsHere(h) {
-				p.add("-D %s %s", p.parent, h.spec)
-			}
-		}
+	inPlace := len(jumps) == 1 && jumps[0].spec == p.jump() && jumps[0].always && lo <= at && at <= hi
+	if p.wanted && inPlace {
+		jumps = nil
+	}
+	for _, h := range jumps {
+		p.add("-D %s %s", p.parent, h.spec)
 	}
 
 	if p.wanted && !inPlace && hi == len(rest) {

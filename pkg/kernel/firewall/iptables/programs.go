@@ -74,10 +74,7 @@ func families() []prefix.Family { return []prefix.Family{prefix.IPv4, prefix.IPv
 
 // Program returns the name of the program for family f.
 func (v Variant) Program(f prefix.Family) string {
-	if f == prefix.IPv4 {
-		return "iptables" + string(v)
-	}
-	return "ip6tables" + string(v)
+	return map[prefix.Family]string{prefix.IPv4: "iptables", prefix.IPv6: "ip6tables"}[f] + string(v)
 }
 
 // Programs are the programs of a variant. They are probed once for each family, when that

@@ -190,11 +190,7 @@ func (r *run) note(ctx context.Context, w written) {
 	r.failing = err != nil
 	r.inPlace = err == nil
 
-	n := 0
-	if repaired {
-		n = 1
-	}
-	r.repairs.Note(ctx, n)
+	r.repairs.Note(ctx, map[bool]int{true: 1}[repaired])
 	r.keeper.config.Report(ctx, repaired, err)
 	_ = wait.For(ctx, r.repairs.Pause()) // the loop notices the end of ctx
 }

@@ -83,8 +83,7 @@ func devicesOf(chains []*nftables.Chain) (map[*nftables.Chain][]string, error) {
 			return nil, err
 		}
 		c.protocol = uint8(chain.Table.Family)
-		key := ofChain(chain.Table.Name, chain.Name)
-		err = c.get(unix.NFT_MSG_GETCHAIN, 0, key, func(a attrs) { all[chain] = deviceNames(a.in(unix.NFTA_CHAIN_HOOK)) })
+		err = c.get(unix.NFT_MSG_GETCHAIN, 0, ofChain(chain.Table.Name, chain.Name), func(a attrs) { all[chain] = deviceNames(a.in(unix.NFTA_CHAIN_HOOK)) })
 		c.close()
 		if err != nil {
 			return nil, err
@@ -150,7 +149,7 @@ func (f follower) passes(c *nftables.Chain) bool {
 		return device != "" && slices.Contains(f.devices[c], device)
 	}
 
-	own := nftables.TableFamily(protocol(f.family()))
+	own := nftables.TableFamily(protocols[f.family()])
 	if c.Hooknum == nil || c.Type != nftables.ChainTypeFilter || c.Table.Family != own && c.Table.Family != nftables.TableFamilyINet {
 		return false
 	}
@@ -286,7 +285,7 @@ func (f follower) meta(key expr.MetaKey) []byte {
 	case expr.MetaKeyL4PROTO:
 		return []byte{f.packet.Protocol}
 	case expr.MetaKeyNFPROTO:
-		return []byte{protocol(f.family())}
+		return []byte{protocols[f.family()]}
 
 	case expr.MetaKeyPROTOCOL:
 		if f.packet.Src.Is4() {
@@ -304,7 +303,7 @@ func (f follower) payload(e *expr.Payload) []byte {
 	switch e.Base {
 	case expr.PayloadBaseNetworkHeader:
 	case expr.PayloadBaseTransportHeader:
-		h := headerOf(f.family())
+		h := headers[f.family()]
 		start += int(h.dst + h.length)
 	default:
 		return nil
@@ -317,7 +316,7 @@ func (f follower) payload(e *expr.Payload) []byte {
 
 // encodePacket returns the headers of a packet up to the ports. The fields that Packet lacks are zero.
 func encodePacket(p firewall.Packet) []byte {
-	h := headerOf(prefix.FamilyOf(p.Src))
+	h := headers[prefix.FamilyOf(p.Src)]
 	raw := make([]byte, h.dst+h.length)
 	copy(raw[h.src:], p.Src.AsSlice())
 	copy(raw[h.dst:], p.Dst.AsSlice())

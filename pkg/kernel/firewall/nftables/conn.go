@@ -45,15 +45,10 @@ func dial(f prefix.Family) (*conn, error) {
 	if err := oneline.Join(nl.SetDeadline(time.Now().Add(answerTimeout)), nl.SetWriteBuffer(batchBuffer), nl.SetReadBuffer(batchBuffer)); err != nil {
 		return nil, oneline.Join(err, nl.Close())
 	}
-	return &conn{nl, f, protocol(f)}, nil
+	return &conn{nl, f, protocols[f]}, nil
 }
 
-func protocol(f prefix.Family) uint8 {
-	if f == prefix.IPv4 {
-		return unix.NFPROTO_IPV4
-	}
-	return unix.NFPROTO_IPV6
-}
+var protocols = map[prefix.Family]uint8{prefix.IPv4: unix.NFPROTO_IPV4, prefix.IPv6: unix.NFPROTO_IPV6}
 
 func (c *conn) close() { _ = c.nl.Close() }
 

@@ -30,7 +30,7 @@ func Docker(b firewall.DockerBridge) (cut firewall.DockerCut, err error) {
 		return cut, err
 	}
 	f := prefix.FamilyOf(b.Subnet.Addr())
-	chains, err := c.ListChainsOfTableFamily(nftables.TableFamily(protocol(f)))
+	chains, err := c.ListChainsOfTableFamily(nftables.TableFamily(protocols[f]))
 	if lacksNFTables(err) {
 		return cut, nil
 	}
@@ -70,7 +70,7 @@ func destinations(f prefix.Family, rules []*nftables.Rule) (all []netip.Addr) {
 		for _, e := range r.Exprs {
 			switch e := e.(type) {
 			case *expr.Payload:
-				loaded = e.Base == expr.PayloadBaseNetworkHeader && e.Offset == headerOf(f).dst
+				loaded = e.Base == expr.PayloadBaseNetworkHeader && e.Offset == headers[f].dst
 			case *expr.Cmp:
 				if dst, ok := netip.AddrFromSlice(e.Data); ok && loaded {
 					all = append(all, dst)

@@ -22,11 +22,8 @@ import (
 // header, and the length of an address, in bytes.
 type header struct{ src, dst, protocol, length uint32 }
 
-func headerOf(f prefix.Family) header {
-	if f == prefix.IPv4 {
-		return header{src: 12, dst: 16, protocol: 9, length: 4}
-	}
-	return header{src: 8, dst: 24, protocol: 6, length: 16}
+var headers = map[prefix.Family]header{
+	prefix.IPv4: {src: 12, dst: 16, protocol: 9, length: 4}, prefix.IPv6: {src: 8, dst: 24, protocol: 6, length: 16},
 }
 
 const register = unix.NFT_REG_1
@@ -43,7 +40,7 @@ func encode(f prefix.Family, r firewall.Rule) ([]byte, error) {
 		)
 	}
 
-	h := headerOf(f)
+	h := headers[f]
 	exprs = append(exprs, match(h.src, h.length, r.Src)...)
 	exprs = append(exprs, match(h.dst, h.length, r.Dst)...)
 	exprs = append(exprs, carries(r.Payload)...)
@@ -59,7 +56,7 @@ func encode(f prefix.Family, r firewall.Rule) ([]byte, error) {
 func marshal(f prefix.Family, exprs []expr.Any) ([]byte, error) {
 	var list []netlink.Attribute
 	for _, e := range exprs {
-		b, err := expr.Marshal(protocol(f), e)
+		b, err := expr.Marshal(protocols[f], e)
 		if err != nil {
 			return nil, err
 		}
@@ -83,10 +80,7 @@ func match(offset, length uint32, m firewall.Match) []expr.Any {
 		})
 	}
 
-	op := expr.CmpOpEq
-	if m.Not {
-		op = expr.CmpOpNeq
-	}
+	op := map[bool]expr.CmpOp{false: expr.CmpOpEq, true: expr.CmpOpNeq}[m.Not]
 	return append(exprs, &expr.Cmp{Op: op, Register: register, Data: m.Prefix.Addr().AsSlice()})
 }
 
@@ -156,7 +150,7 @@ func (e expression) attrs() attrs {
 }
 
 func (e expression) read(f prefix.Family, into expr.Any) bool {
-	return expr.Unmarshal(protocol(f), e.data, into) == nil
+	return expr.Unmarshal(protocols[f], e.data, into) == nil
 }
 
 // comparison is the comparison of a loaded value.
@@ -213,7 +207,7 @@ func (e expression) addTo(r *firewall.Rule, f prefix.Family, c comparison) bool 
 		return true
 	}
 
-	h := headerOf(f)
+	h := headers[f]
 	if p.Base != expr.PayloadBaseNetworkHeader || p.Len > h.length {
 		return false
 	}

@@ -3,6 +3,8 @@
 package nftables
 
 import (
+	"strings"
+
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
@@ -29,9 +31,4 @@ func specOf(c firewall.Chain) spec {
 	}
 }
 
-func tableName(f prefix.Family) string {
-	if f == prefix.IPv4 {
-		return "flannel-ipv4"
-	}
-	return "flannel-ipv6"
-}
+func tableName(f prefix.Family) string { return "flannel-" + strings.ToLower(f.String()) }

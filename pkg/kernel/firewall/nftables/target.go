@@ -87,7 +87,7 @@ func (e expression) printed(f prefix.Family) bool {
 		}, m.Key)
 	case "payload":
 		var p expr.Payload
-		h := headerOf(f)
+		h := headers[f]
 		return e.read(f, &p) && p.Base == expr.PayloadBaseNetworkHeader && slices.Contains([]uint32{h.src, h.dst, h.protocol}, p.Offset)
 	}
 	return false
