@@ -74,10 +74,7 @@ type stateStore struct {
 }
 
 func bootID() string {
-	text, err := os.ReadFile(bootIDFile)
-	if err != nil {
-		return "" // without an id, nothing counts as done
-	}
+	text, _ := os.ReadFile(bootIDFile) // without an id, nothing counts as done
 	return strings.TrimSpace(string(text))
 }
 

@@ -51,7 +51,7 @@ func (d data) routed() bool { return d.Table != "" && slices.Contains(d.Routed, 
 // It returns "" if they do. Both hosts come to the same decision, because both know both leases.
 func obstacle(own, peer data) string {
 	because := func(what string, d data) string {
-		if why := reasons()[d.Why]; why != "" {
+		if why := reasons[d.Why]; why != "" {
 			what += ": " + why
 		}
 		return what
@@ -72,14 +72,12 @@ func obstacle(own, peer data) string {
 	return ""
 }
 
-func reasons() map[string]string {
-	return map[string]string{
-		"quota":       "the quota of routes is used up",
-		"denied":      "permissions are missing",
-		"throttled":   "the cloud refuses calls because there are too many",
-		"unavailable": "the cloud does not answer",
-		"failed":      "another error",
-	}
+var reasons = map[string]string{
+	"quota":       "the quota of routes is used up",
+	"denied":      "permissions are missing",
+	"throttled":   "the cloud refuses calls because there are too many",
+	"unavailable": "the cloud does not answer",
+	"failed":      "another error",
 }
 
 // after returns the data that replaces d after a comparison of the routes to dst, which err ended. r

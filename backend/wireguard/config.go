@@ -204,11 +204,8 @@ func (c config) tunnels(network string, have []prefix.Family) []tunnel {
 
 // overhead is what encapsulation adds to a packet at most, in bytes.
 func (t tunnel) overhead() int {
-	const inner = 8 + 32 // UDP and WireGuard
-	if slices.Contains(t.outer, prefix.IPv6) {
-		return 40 + inner
-	}
-	return 20 + inner
+	const udp, wireguard = 8, 32
+	return map[prefix.Family]int{prefix.IPv4: 20, prefix.IPv6: 40}[slices.Max(t.outer)] + udp + wireguard
 }
 
 func (t tunnel) minMTU() int { return slices.Max(t.families).MinMTU() }

@@ -105,10 +105,7 @@ func sockaddr(a netip.AddrPort) unix.Sockaddr {
 
 // Overhead returns the number of bytes that a datagram adds to the packet in it.
 func Overhead(ipv6 bool) int {
-	if ipv6 {
-		return 40 + 8
-	}
-	return 20 + 8
+	return map[bool]int{false: 20 + 8, true: 40 + 8}[ipv6]
 }
 
 type family struct {

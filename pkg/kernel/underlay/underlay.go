@@ -99,10 +99,7 @@ func (n named) String() string { return n.option + " " + n.addr.String() }
 
 // public returns an invalid addr if the option is not set.
 func (o Options) public(f prefix.Family) named {
-	if f == prefix.IPv4 {
-		return named{"--public-ip", o.PublicIP}
-	}
-	return named{"--public-ipv6", o.PublicIPv6}
+	return map[prefix.Family]named{prefix.IPv4: {"--public-ip", o.PublicIP}, prefix.IPv6: {"--public-ipv6", o.PublicIPv6}}[f]
 }
 
 // asksForInterface reports whether an option selects an interface.

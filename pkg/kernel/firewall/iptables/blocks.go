@@ -140,10 +140,8 @@ func meets(c condition, p firewall.Packet) answer {
 }
 
 func matchesDevice(pattern, name string) answer {
-	if begin, ok := strings.CutSuffix(pattern, "+"); ok {
-		return is(strings.HasPrefix(name, begin))
-	}
-	return is(pattern == name)
+	begin, open := strings.CutSuffix(pattern, "+")
+	return is(open && strings.HasPrefix(name, begin) || pattern == name)
 }
 
 // protocolNumber accepts the names that iptables-save may print.

@@ -84,10 +84,7 @@ func meetsAll(r rule, p firewall.Packet) answer {
 }
 
 func is(met bool) answer {
-	if met {
-		return yes
-	}
-	return no
+	return map[bool]answer{false: no, true: yes}[met]
 }
 
 // covers reports whether the network in text contains a.

@@ -3,6 +3,7 @@
 package packet
 
 import (
+	"cmp"
 	"encoding/binary"
 	"math/bits"
 )
@@ -50,9 +51,5 @@ func fold(s uint64) uint16 {
 // swap converts a 16-bit number to the byte order of sum.
 func swap(v uint16) uint64 { return uint64(bits.ReverseBytes16(v)) }
 
-func nonzero(c uint16) uint16 {
-	if c == 0 {
-		return 0xffff // in a datagram, zero means that there is no checksum
-	}
-	return c
-}
+// nonzero returns the checksum of a datagram, in which zero means that there is none.
+func nonzero(c uint16) uint16 { return cmp.Or(c, 0xffff) }
