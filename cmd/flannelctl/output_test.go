@@ -20,16 +20,15 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
 // entries is a store that only has these.
 type entries struct {
 	store
-	all []etcd.Entry
+	all []subnet.Entry
 }
 
-func (e entries) Entries(context.Context, bool) ([]etcd.Entry, error) { return e.all, nil }
+func (e entries) Entries(context.Context, bool) ([]subnet.Entry, error) { return e.all, nil }
 
 // expectLines compares output with lines whose columns are separated by one space.
 func expectLines(t *testing.T, output string, want ...string) {
@@ -45,7 +44,7 @@ func expectLines(t *testing.T, output string, want ...string) {
 
 // TestFormsOfLeases checks that each form of the list shows the leases, and wide also what does not fit.
 func TestFormsOfLeases(t *testing.T) {
-	all := entries{all: []etcd.Entry{
+	all := entries{all: []subnet.Entry{
 		{TTL: time.Hour, Lease: subnet.Lease{Key: "a", BackendType: "vxlan", NextType: "wireguard", Endpoints: []subnet.Endpoint{
 			{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: []byte("{\"VNI\":\n1}")},
 			{Subnet: netip.MustParsePrefix("fd00::/64"), PublicIP: netip.MustParseAddr("2001:db8::1"), Data: []byte("{}")},
@@ -72,7 +71,7 @@ func TestFormsOfLeases(t *testing.T) {
 		var out bytes.Buffer
 		cmd := &cobra.Command{}
 		cmd.SetOut(&out)
-		if err := listLeases(cmd, all, output{format: tc.format}, tc.ofNodes, func(etcd.Entry) bool { return true }); err != nil {
+		if err := listLeases(cmd, all, output{format: tc.format}, tc.ofNodes, func(subnet.Entry) bool { return true }); err != nil {
 			t.Errorf("%s: %v", tc.format, err)
 		}
 		expectLines(t, out.String(), tc.want...)
