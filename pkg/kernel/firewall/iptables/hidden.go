@@ -48,21 +48,21 @@ func (a *Applier) readMissing(ctx context.Context, f prefix.Family, d dump) (hid
 		if d[table] != nil {
 			continue
 		}
-		text := ""
+		var text strings.Builder
 		var err error
 		for _, chain := range firewall.Chains() {
 			if p := placeOf(chain); p.table == table && err == nil {
 				var more string
 				more, err = a.list(ctx, f, p)
-				text += more
+				text.WriteString(more)
 			}
 		}
 
-		switch d[table] = parseSave("*" + table + "\n" + text)[table]; {
+		switch d[table] = parseSave("*" + table + "\n" + text.String())[table]; {
 		case err != nil:
 			d[table] = nil
 			errs = append(errs, a.refused(f, []string{table}, err))
-		case text != "":
+		case text.Len() > 0:
 			hidden = append(hidden, table)
 		}
 	}

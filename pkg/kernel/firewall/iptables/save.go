@@ -39,16 +39,16 @@ func parseRule(spec string) rule {
 		if i+1 < len(words) {
 			next = words[i+1]
 		}
-		switch w := words[i]; {
-		case w == "-j" || w == "-g":
+		switch w := words[i]; w {
+		case "-j", "-g":
 			r.target = next
 			r.jump = strings.Join(words[i:], " ")
 			r.always = !slices.ContainsFunc(r.conditions, func(c condition) bool { return c.option != "--comment" })
 			return r
 
-		case w == "!":
+		case "!":
 			c.not = true
-		case w == "-m":
+		case "-m":
 			c.module = next
 			i++
 			options := i+1 < len(words) && (words[i+1] == "!" || strings.HasPrefix(words[i+1], "--"))

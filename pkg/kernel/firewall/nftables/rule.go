@@ -213,11 +213,10 @@ func (e expression) addTo(r *firewall.Rule, f prefix.Family, c comparison) bool 
 	}
 	ones := 8 * int(p.Len)
 	if c.mask != nil {
-		n, of := net.IPMask(c.mask).Size()
-		if of != ones {
+		var ok bool
+		if ones, ok = prefixLength(c.mask); !ok || len(c.mask) != int(p.Len) {
 			return false
 		}
-		ones = n
 	}
 
 	to := map[uint32]*firewall.Match{h.src: &r.Src, h.dst: &r.Dst}[p.Offset]
@@ -229,6 +228,20 @@ func (e expression) addTo(r *firewall.Rule, f prefix.Family, c comparison) bool 
 	a, _ := netip.AddrFromSlice(address)
 	*to = firewall.Match{Prefix: netip.PrefixFrom(a, ones).Masked(), Not: !equal}
 	return true
+}
+
+// prefixLength returns the number of ones at the beginning of mask, or false if zeros have ones after them.
+func prefixLength(mask []byte) (ones int, ok bool) {
+	isOne := func(bit int) bool { return mask[bit/8]&(0x80>>(bit%8)) != 0 }
+	for ones < 8*len(mask) && isOne(ones) {
+		ones++
+	}
+	for bit := ones; bit < 8*len(mask); bit++ {
+		if isOne(bit) {
+			return 0, false
+		}
+	}
+	return ones, true
 }
 
 // action returns 0 if flannel creates no rule that ends like this.

@@ -72,7 +72,7 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 	go func() { failed <- relay(nl, places, changed.Send) }()
 	defer func() {
 		_ = nl.Close()
-		<-failed
+		_ = <-failed
 	}()
 
 	wake()
