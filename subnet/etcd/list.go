@@ -66,6 +66,7 @@ func (m *Manager) listAt(ctx context.Context, revision int64) (listing, error) {
 	defer decoding.Wait()
 	options := []clientv3.OpOption{clientv3.WithRange(clientv3.GetPrefixRangeEnd(m.dir)), clientv3.WithLimit(pageSize), clientv3.WithRev(revision)}
 	for from := m.dir; ; {
+		began := time.Now()
 		var page *clientv3.GetResponse
 		err := m.callWithin(ctx, m.timing.page, func(ctx context.Context, c *clientv3.Client) (err error) {
 			page, err = c.Get(ctx, from, options...)
@@ -81,6 +82,10 @@ func (m *Manager) listAt(ctx context.Context, revision int64) (listing, error) {
 			}
 			options = append(options, clientv3.WithRev(l.store.Revision), clientv3.WithSerializable())
 			m.client.hosts.Store(page.Count)
+			rest := time.Duration((page.Count - int64(len(page.Kvs))) / pageSize) // in pages
+			if rest*time.Since(began) < m.timing.page/10 {
+				options = append(options, clientv3.WithLimit(0)) // the link and the store are quick enough to read the rest at once
+			}
 		}
 
 		first := len(l.entries)
