@@ -21,9 +21,9 @@ func main() {
 	}
 }
 
-// exitCode returns 2 if the command could not ask flanneld or send from a pod, and otherwise 1.
+// exitCode returns 2 if the command could not ask flanneld or send from a pod, or has wrong arguments, and otherwise 1.
 func exitCode(err error) int {
-	if errors.As(err, &unknownError{}) || errors.Is(err, errCannotAsk) {
+	if errors.As(err, &unknownError{}) || errors.As(err, &usageError{}) || errors.As(err, &choiceError{}) || errors.Is(err, errCannotAsk) {
 		return 2
 	}
 	return 1
