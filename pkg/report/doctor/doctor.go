@@ -360,10 +360,10 @@ func (h Facts) firewalls(found finder) {
 	}
 }
 
-// udev checks whether systemd-udevd may change the MAC address of a vxlan device. It assumes that a
+// udev checks whether systemd-udevd runs and may change the MAC address of a vxlan device. It assumes that a
 // link file of the operator that mentions flannel prevents this.
 func (h Facts) udev(found finder) {
-	if h.Report.Network.BackendType != "vxlan" || !h.exists("usr/lib/systemd/network/99-default.link") && !h.exists("lib/systemd/network/99-default.link") {
+	if h.Report.Network.BackendType != "vxlan" || !h.exists("run/udev/control") || !h.exists("usr/lib/systemd/network/99-default.link") && !h.exists("lib/systemd/network/99-default.link") {
 		return
 	}
 

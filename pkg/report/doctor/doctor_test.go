@@ -46,6 +46,7 @@ func soundHost() map[string]string {
 		"sys/module/vxlan/version":                     "",
 		"proc/sys/net/ipv4/conf/cni0/forwarding":       "1\n",
 		"proc/sys/net/ipv4/conf/flannel.1/forwarding":  "1\n",
+		"run/udev/control":                             "",
 		"usr/lib/systemd/network/99-default.link":      "[Link]\nMACAddressPolicy=persistent\n",
 		"etc/systemd/network/50-flannel.link":          "[Match]\nOriginalName=flannel*\n",
 	}
@@ -154,6 +155,7 @@ func TestDoctor(t *testing.T) {
 		{name: "pods with a larger MTU than the network", facts: func(h *Facts) { h.Report.Network.MTU, h.Bridges[0].MTU = 1350, 1350 }, want: "pods at cni0 have MTU 1450, the network carries 1350", fix: "restart the pods", word: "mtu"},
 		{name: "bridge MTU", facts: func(h *Facts) { h.Bridges[0].MTU = 1500 }, want: "cni0 has MTU 1500, the network carries 1450", fix: "ip link set cni0 mtu 1450", word: "mtu"},
 		{name: "udev", change: map[string]string{"etc/systemd/network/50-flannel.link": "-"}, want: "udev may change", fix: "MACAddressPolicy=none"},
+		{name: "no udev", change: map[string]string{"etc/systemd/network/50-flannel.link": "-", "run/udev/control": "-"}},
 		{name: "port taken", change: map[string]string{"proc/net/udp": udpSocket("2118", "4242")}, want: "process 77 uses UDP port 8472", fix: "ss -lunp", serious: true},
 		{name: "port of the kernel", change: map[string]string{"proc/net/udp": udpSocket("2118", "43")}},
 		{name: "another port taken", change: map[string]string{"proc/net/udp": udpSocket("12B5", "4242")}, report: on4789, want: "process 77 uses UDP port 4789", fix: "ss -lunp 'sport = :4789'", serious: true},
