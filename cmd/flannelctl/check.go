@@ -213,7 +213,7 @@ func (v verdict) because(findings []doctor.Finding) verdict {
 			v.Outcome = status.Outcome{Broken: f.Word, Advice: f.Problem + "; fix: " + f.Fix}
 			return v
 		}
-		if f.Word == "" && slices.Contains(f.Subnets, v.Subnet) {
+		if f.Word == "" && !v.OK && slices.Contains(f.Subnets, v.Subnet) {
 			v.Advice += "; or " + f.Problem
 		}
 	}

@@ -83,6 +83,7 @@ func TestDiagnosis(t *testing.T) {
 		{"small packets, on a path known for it", narrow, passes{true, 1300, syscall.ECONNREFUSED, true}, "", 0, ""},
 		{"less than the path is known for", wide, passes{true, 1300, syscall.ECONNREFUSED, true}, MTU, 1300, "those of 1450 bytes do not"},
 		{"pings but no TCP", devices, passes{true, 1450, silence, true}, Checksum, 0, "pings pass, TCP does not"},
+		{"pings, and a rule of this host drops TCP", devices, passes{true, 1450, syscall.EINVAL, true}, Tunnel, 0, "this host itself drops packets to 10.0.1.0"},
 		{"pings, and a firewall refuses TCP", devices, passes{true, 1450, syscall.EACCES, true}, "", 0, ""},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

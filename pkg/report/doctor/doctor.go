@@ -89,7 +89,7 @@ func Examine(networks ...Facts) []Finding {
 
 	for _, h := range networks {
 		for _, check := range []func(finder){
-			h.daemon, h.peers, h.sharedAddresses, h.forwarding, h.connections, h.ways, h.ipsec, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules, h.next, h.before,
+			h.daemon, h.peers, h.sharedAddresses, h.forwarding, h.connections, h.ways, h.partly, h.ipsec, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules, h.next, h.before,
 		} {
 			check(found)
 		}

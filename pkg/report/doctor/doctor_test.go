@@ -93,6 +93,14 @@ func ruled(rule Rule, way Route) func(*Facts) {
 	}
 }
 
+// dropped returns a rule that drops packets of pods of these protocols.
+func dropped(protocols ...uint8) (blocks []firewall.Block) {
+	for _, p := range protocols {
+		blocks = append(blocks, firewall.Block{Packet: firewall.Packet{In: "cni0", Out: "flannel.1", Src: pod, Protocol: p, Port: 1}, Program: "nft", Table: "inet x", Chain: "y", Rule: "drop"})
+	}
+	return blocks
+}
+
 // policies adds policies of IPsec, and the public addresses of this host and the peer.
 func policies(p ...Policy) func(*Facts) {
 	return func(h *Facts) {
@@ -177,6 +185,8 @@ func TestDoctor(t *testing.T) {
 		{name: "rule for another table", facts: ruled(Rule{Priority: 5270, From: netip.PrefixFrom(pod, 24).Masked(), Table: 52}, Route{Dev: "tailscale0", Table: 52}), want: "pods do not reach 10.5.7.0/24: a rule with priority 5270 looks up packets from pods in table 52, which leads to dev tailscale0", fix: "ip rule add pref 5269 to 10.5.0.0/16 lookup main", word: "rule"},
 		{name: "rule for a table with the same route", facts: ruled(Rule{Priority: 5270, Table: 52}, Route{Dev: "flannel.1", Via: peer.Addr(), Table: 52})},
 		{name: "rule that drops", facts: ruled(Rule{Priority: 5270, To: peer, Refuses: true}, Route{Err: syscall.EINVAL}), want: "a rule with priority 5270 drops or refuses packets from pods", fix: "pref 5269", word: "rule"},
+		{name: "rule that drops a protocol", facts: ruled(Rule{Priority: 5270, To: peer, Refuses: true, Partly: true}, Route{Dev: "flannel.1", Via: peer.Addr(), Table: 254}), want: "a rule with priority 5270 may drop packets of pods", fix: "ip rule show"},
+		{name: "rule that drops a protocol to others", facts: ruled(Rule{Priority: 5270, To: netip.PrefixFrom(host, 32), Refuses: true, Partly: true}, Route{Dev: "flannel.1", Via: peer.Addr(), Table: 254})},
 		{name: "rule for a table that drops", facts: func(h *Facts) {
 			ruled(Rule{Priority: 5270, Table: 52}, Route{Err: syscall.EINVAL})(h)
 			h.Refusals = []Refusal{{To: peer, Table: 52}}
@@ -223,6 +233,8 @@ func TestDoctor(t *testing.T) {
 		{name: "firewall may drop packets of pods", facts: func(h *Facts) {
 			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "cni0", Out: "flannel.1", Src: pod}, Program: "nft", Table: "inet x", Chain: "y", Rule: "policy drop", Doubtful: true}}
 		}, want: "nft may drop forwarded packets of pods", fix: "nft insert rule"},
+		{name: "firewall drops only UDP of pods", facts: func(h *Facts) { h.Blocks = dropped(firewall.UDP) }, want: "nft may drop forwarded UDP packets of pods", fix: "nft insert rule"},
+		{name: "firewall drops TCP and UDP of pods", facts: func(h *Facts) { h.Blocks = dropped(firewall.UDP, firewall.TCP) }, want: "nft drops forwarded packets of pods", fix: "nft insert rule", word: "firewall"},
 		{name: "filters, and all peers answer", facts: func(h *Facts) { h.Attached = filters }},
 		{name: "filters, and a peer does not answer", facts: func(h *Facts) {
 			h.Attached = filters

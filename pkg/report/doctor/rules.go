@@ -4,6 +4,7 @@ package doctor
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
@@ -40,10 +41,20 @@ func (h Facts) dockers(found finder) {
 	}
 }
 
-// blocks finds each rule that drops packets of the backend or of pods.
+// blocks finds each rule that drops packets of the backend or of pods. One that drops only UDP may be meant so.
 func (h Facts) blocks(found finder) {
 	for _, b := range h.Blocks {
-		what := fmt.Sprintf("forwarded packets of pods from %s to %s", b.In, b.Out)
+		kind := "packets"
+		if b.Forwarded() && b.Protocol == firewall.UDP {
+			all := b
+			all.Protocol = firewall.TCP
+			if slices.Contains(h.Blocks, all) {
+				continue
+			}
+			kind = "UDP packets"
+			b.Doubtful = true
+		}
+		what := fmt.Sprintf("forwarded %s of pods from %s to %s", kind, b.In, b.Out)
 		subnets := h.subnetsOf(prefix.FamilyOf(b.Src))
 		if !b.Forwarded() {
 			what = fmt.Sprintf("packets of other hosts to UDP port %d", b.Port)

@@ -95,14 +95,35 @@ const (
 // takes reports whether a rule is the reason for the kernel's decision about a packet.
 func (h Facts) takes(r Rule, w Way) bool {
 	switch {
-	case r.Partly, r.Family != prefix.FamilyOf(w.To), r.Table >= tableDefault && r.Table <= tableLocal,
-		r.In != "" && r.In != w.In,
-		r.From.IsValid() && !r.From.Contains(w.From), r.To.IsValid() && !r.To.Contains(w.To):
+	case r.Partly, r.Table >= tableDefault && r.Table <= tableLocal, !r.about(w):
 		return false
 	case w.Route.Err == nil:
 		return r.Table == w.Route.Table
 	}
 	return r.Refuses || slices.ContainsFunc(h.Refusals, func(f Refusal) bool { return f.Table == r.Table && f.To.Contains(w.To) })
+}
+
+// about reports whether the addresses and the device of a packet are those of the rule.
+func (r Rule) about(w Way) bool {
+	return r.Family == prefix.FamilyOf(w.To) && (r.In == "" || r.In == w.In) &&
+		(!r.From.IsValid() || r.From.Contains(w.From)) && (!r.To.IsValid() || r.To.Contains(w.To))
+}
+
+// partly finds rules that drop some packets of pods, such as those of one protocol.
+func (h Facts) partly(found finder) {
+	for _, r := range h.Rules {
+		var subnets []netip.Prefix
+		for _, w := range h.Ways {
+			if r.Partly && r.Refuses && r.about(w) && !slices.Contains(subnets, w.Subnet) {
+				subnets = append(subnets, w.Subnet)
+			}
+		}
+		if len(subnets) > 0 {
+			f := note(fmt.Sprintf("a rule with priority %d may drop packets of pods: those of one protocol, port or mark", r.Priority), "ip rule show; ip -6 rule show")
+			f.Subnets = subnets
+			found(f)
+		}
+	}
 }
 
 // ways finds each reason why the kernel does not carry packets of pods. Packets to many peers usually have the same

@@ -227,7 +227,7 @@ func rules() ([]doctor.Rule, error) {
 		rule.To, _ = toPrefix(r.Dst)
 		// The library does not tell the action. Rules that refuse have no table, but those for VRFs have none either: these
 		// are about all packets.
-		rule.Refuses = r.Table == unix.RT_TABLE_UNSPEC && r.Goto < 0 && (rule.From.IsValid() || rule.To.IsValid() || rule.In != "")
+		rule.Refuses = r.Table == unix.RT_TABLE_UNSPEC && r.Goto < 0 && !r.Invert && (rule.From.IsValid() || rule.To.IsValid() || rule.In != "")
 		// Packets of pods have no mark.
 		rule.Partly = r.Mark != 0 || r.Invert || r.OifName != "" || r.Tos != 0 || r.IPProto != 0 || r.Dport != nil || r.Sport != nil || r.UIDRange != nil || r.Goto > 0
 		all = append(all, rule)
@@ -383,6 +383,7 @@ func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
 		}
 	}
 
+	pods := len(all)
 	for _, w := range ways {
 		if w.Route.Err != nil {
 			continue
@@ -404,6 +405,10 @@ func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
 		if !slices.ContainsFunc(all, same) {
 			all = append(all, p)
 		}
+	}
+	for _, p := range all[pods:] {
+		p.Protocol = firewall.UDP
+		all = append(all, p)
 	}
 	return all
 }
