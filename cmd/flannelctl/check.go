@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -18,6 +19,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/doctor"
+	"github.com/flanneld/flanneld/pkg/report/doctor/linux"
 	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
@@ -117,6 +119,9 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, failed bool
 	broken := 0
 	for i, v := range verdicts {
 		verdicts[i] = v.because(findings)
+		if v.Broken == string(paths.Underlay) {
+			verdicts[i].Advice = cmp.Or(linux.Neighbour(v.PublicIP), v.Advice)
+		}
 		if verdicts[i].Broken != "" {
 			broken++
 		}
