@@ -75,14 +75,23 @@ standard input (-) or, without an argument, the store.`,
 				return err
 			}
 			cfg, err := checkConfig(cmd, text, !kubernetes)
-			if err != nil || kubernetes {
-				return err
-			}
-			o, err := store.options()
 			if err != nil {
 				return err
 			}
-			return daemon.CheckRanges(cmd.Context(), cfg, externalInterface(cmd.Context(), cfg), o.EtcdEndpoints)
+			if !kubernetes {
+				o, err := store.options()
+				if err != nil {
+					return err
+				}
+				if err := daemon.CheckRanges(cmd.Context(), cfg, externalInterface(cmd.Context(), cfg), o.EtcdEndpoints); err != nil {
+					return err
+				}
+			}
+			if cfg.BackendType == "udp" && !strings.Contains(strings.ToLower(string(text)), "udp") {
+				fmt.Fprintln(cmd.ErrOrStderr(), "warning: without a Type in Backend the backend is udp, which is slow")
+			}
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "valid: network %s, backend %s\n", list(cfg.Prefixes()), cfg.BackendType)
+			return err
 		},
 	}
 }

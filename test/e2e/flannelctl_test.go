@@ -287,7 +287,8 @@ func TestFlannelctlOnConfiguration(t *testing.T) {
 		return path
 	}
 	expectFlannelctl(t, h, []string{"config", "get"}, `"Network":"10.5.0.0/16"`)
-	expectFlannelctl(t, h, []string{"config", "validate"})
+	expectFlannelctl(t, h, []string{"config", "validate"}, "valid: network 10.5.0.0/16, backend vxlan")
+	expectFlannelctl(t, h, []string{"config", "validate", file(`{"Network":"10.5.0.0/16"}`)}, "warning: without a Type in Backend the backend is udp", "backend udp")
 	expectFlannelctlFails(t, h, []string{"config", "validate", file(`{"Network":"10.5.0.0/99"}`)}, "10.5.0.0/99")
 	expectFlannelctlFails(t, h, []string{"config", "set", file(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":99999}}`)}, "Backend.Port is 99999")
 	expectFlannelctlFails(t, h, []string{"config", "validate", file(`{"Network":"169.254.0.0/16"}`)}, "link-local")
