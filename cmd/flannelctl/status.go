@@ -71,7 +71,11 @@ ready, and 2 if it cannot be asked.`,
 			case brief:
 				_, err = fmt.Fprintln(cmd.OutOrStdout(), summaryOf(r))
 			case len(r.Networks) > 0:
-				return printOverview(cmd.OutOrStdout(), r, &out)
+				err = printOverview(cmd.OutOrStdout(), r, &out)
+				if where == "" && (out.format == "table" || out.format == "wide") {
+					printProblems(cmd, daemon)
+				}
+				return err
 			default:
 				err = out.print(cmd.OutOrStdout(), r, func(w io.Writer) {
 					if out.format != "name" {
@@ -105,6 +109,19 @@ ready, and 2 if it cannot be asked.`,
 	cmd.MarkFlagsMutuallyExclusive("brief", "output")
 	cmd.MarkFlagsMutuallyExclusive("brief", "peers")
 	return cmd
+}
+
+// printProblems prints the problems of pods of all networks.
+func printProblems(cmd *cobra.Command, daemon daemonFlags) {
+	reports, err := daemon.all(cmd.Context())
+	if err != nil {
+		return // the daemon has just ended
+	}
+	for _, f := range examine(cmd.Context(), reports, nil, nil) {
+		if f.Word != "" {
+			fmt.Fprintf(cmd.OutOrStdout(), "problem: %s (see flannelctl doctor)\n", f.Problem)
+		}
+	}
 }
 
 // readyPause is the time between two questions with --wait.
@@ -227,7 +244,7 @@ func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bo
 		}
 	}
 	if l := r.Network.Location; l != nil {
-		row("location", cmp.Or(l.Name, "none")+":", fmt.Sprintf("sends to %d peers by %s, to %d by %s", l.ByInside, l.Inside, l.ByBetween, l.Between))
+		row("location", cmp.Or(l.Name, "none")+":", fmt.Sprintf("sends to %s by %s, to %d by %s", peersOf(l.ByInside), l.Inside, l.ByBetween, l.Between))
 		if r.Network.NextBackendType == "" { // during a migration, Waiting is about the next backend
 			printWaiting(row, r.Peers, all)
 		}
@@ -264,11 +281,18 @@ func printPeers(w io.Writer, out *output, peers []status.Peer, all bool) {
 // printOverflow prints to how many peers this host sends by the cloud and to how many by the tunnel.
 // Then it lists the peers that need the tunnel, with the reason.
 func printOverflow(row func(string, ...any), o status.Overflow, peers []status.Peer, all bool) {
-	row("overflow", fmt.Sprintf("sends to %d peers by the cloud, to %d by %s", o.ByCloud, o.ByTunnel, o.Tunnel))
+	row("overflow", fmt.Sprintf("sends to %s by the cloud, to %d by %s", peersOf(o.ByCloud), o.ByTunnel, o.Tunnel))
 	if o.Problem != "" {
 		row("", o.Problem)
 	}
 	printWaiting(row, peers, all)
+}
+
+func peersOf(n int) string {
+	if n == 1 {
+		return "1 peer"
+	}
+	return fmt.Sprint(n, " peers")
 }
 
 // printWaiting lists the peers that the preferred backend does not serve, with the backend that serves

@@ -56,7 +56,7 @@ func TestLocation(t *testing.T) {
 		Peers:   []status.Peer{{Backend: "wireguard", Waiting: "no route to it"}},
 	}
 	r.Peers[0].Subnets = []netip.Prefix{netip.MustParsePrefix("10.5.2.0/24")}
-	const row, peer = "location\teast: sends to 1 peers by host-gw, to 2 by wireguard\n", "\t10.5.2.0/24 by wireguard: no route to it\n"
+	const row, peer = "location\teast: sends to 1 peer by host-gw, to 2 by wireguard\n", "\t10.5.2.0/24 by wireguard: no route to it\n"
 	var out strings.Builder
 	printStatus(&out, r, nil, false)
 	if !strings.Contains(out.String(), row+peer) {

@@ -227,7 +227,7 @@ func testLocations(t *testing.T, inside string) {
 			t.Errorf("%v peers by %s in the metrics, want %v", n, series, want)
 		}
 	}
-	out := expectFlannelctl(t, b.Host(1), []string{"status"}, "location", "east: sends to 1 peers by "+inside+", to 2 by wireguard")
+	out := expectFlannelctl(t, b.Host(1), []string{"status"}, "location", "east: sends to 1 peer by "+inside+", to 2 by wireguard")
 	if inside == "vxlan" {
 		expectOnPage(t, "locations.md", "flannelctl status", out)
 	}

@@ -797,6 +797,9 @@ func TestNetworksFlannelctl(t *testing.T) {
 	expectFlannelctl(t, h, args("networks"), "green     serving   vxlan     10.6.0.0/16   10.6.7.0/24", "red       serving   host-gw")
 	expectFlannelctl(t, h, args("leases --network green"), "10.6.7.0/24", h.Addr(prefix.IPv4).String())
 	expectFlannelctl(t, h, args("status --network green"), "10.6.7.0/24", "vxlan, network 10.6.0.0/16")
+	shell(t, h.Namespace, "ip link add br-red type bridge; ip addr add 10.5.0.1/24 dev br-red") // no host gets the first subnet
+	expectFlannelctl(t, h, args("status"), "problem: br-red has the address 10.5.0.1/24")
+	shell(t, h.Namespace, "ip link del br-red")
 	expectFlannelctlExits(t, h, 2, args("status --network blue"), "blue")
 	expectFlannelctlExits(t, h, 2, args("check"), "choose one of green, red with --network")
 	expectFlannelctl(t, h, args("check --network red"))

@@ -108,7 +108,7 @@ func (v *cloudBed) testOverflow() {
 	if n := metric(t, v.Host(1), `flannel_cloud_peers{by="tunnel"}`); n != 1 {
 		t.Errorf("%v peers by the tunnel in the metrics, want 1", n)
 	}
-	out := expectFlannelctl(t, v.Host(1), []string{"status"}, "sends to 1 peers by the cloud, to 1 by vxlan", v.subnetOf(3).String()+" by vxlan: table")
+	out := expectFlannelctl(t, v.Host(1), []string{"status"}, "sends to 1 peer by the cloud, to 1 by vxlan", v.subnetOf(3).String()+" by vxlan: table")
 	if strings.Contains(out, "aws-vpc") {
 		expectOnPage(t, "overflow.md", "flannelctl status", out)
 	}
