@@ -76,7 +76,7 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	case v.Broken == MTU:
 		return fail(MTU, err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay, or the interface of one of both hosts, has a smaller MTU than this interface: set the interface's MTU, or with vxlan, ipip, udp and wireguard Backend.MTU to \"probe\"", v.Largest, mtu))
 	case v.Broken == Checksum:
-		return fail(Checksum, err, `pings pass, TCP does not: a firewall drops it, or a network card or kernel corrupts checksums: with vxlan try "ChecksumOffload": "off"`)
+		return fail(Checksum, err, `pings pass, TCP does not: a firewall drops it (flannelctl doctor on that host names it), or a network card or kernel corrupts checksums: with vxlan try "ChecksumOffload": "off"`)
 	}
 	return v
 }

@@ -235,6 +235,9 @@ func TestDoctor(t *testing.T) {
 		}, want: "nft may drop forwarded packets of pods", fix: "nft insert rule"},
 		{name: "firewall drops only UDP of pods", facts: func(h *Facts) { h.Blocks = dropped(firewall.UDP) }, want: "nft may drop forwarded UDP packets of pods", fix: "nft insert rule"},
 		{name: "firewall drops TCP and UDP of pods", facts: func(h *Facts) { h.Blocks = dropped(firewall.UDP, firewall.TCP) }, want: "nft drops forwarded packets of pods", fix: "nft insert rule", word: "firewall"},
+		{name: "firewall drops only checks of other hosts", facts: func(h *Facts) {
+			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "flannel.1", Src: peer.Addr(), Dst: netip.MustParseAddr("10.5.49.0"), Protocol: firewall.TCP, Port: 1}, Program: "nft", Table: "inet x", Chain: "y", Rule: "policy drop"}}
+		}, want: "nft drops TCP packets of other hosts to 10.5.49.0 in chain y of table inet x: policy drop", fix: "nft insert rule inet x y ip daddr 10.5.49.0 accept"},
 		{name: "filters, and all peers answer", facts: func(h *Facts) { h.Attached = filters }},
 		{name: "filters, and a peer does not answer", facts: func(h *Facts) {
 			h.Attached = filters

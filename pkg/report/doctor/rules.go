@@ -44,6 +44,10 @@ func (h Facts) dockers(found finder) {
 // blocks finds each rule that drops packets of the backend or of pods. One that drops only UDP may be meant so.
 func (h Facts) blocks(found finder) {
 	for _, b := range h.Blocks {
+		if b.In != "" && b.Out == "" && b.Protocol == firewall.TCP {
+			found(note(fmt.Sprintf("%s drops TCP packets of other hosts to %s in chain %s of table %s: %s: flannelctl check there calls the path broken, although pods are reached", b.Program, b.Dst, b.Chain, b.Table, b.Rule), h.accept(b)))
+			continue
+		}
 		kind := "packets"
 		if b.Forwarded() && b.Protocol == firewall.UDP {
 			all := b
@@ -80,6 +84,9 @@ func (h Facts) accept(b firewall.Block) string {
 	inNFTables := fmt.Sprintf("ip saddr %s", network)
 	inIPTables := fmt.Sprintf("-s %s", network)
 	switch {
+	case !b.Forwarded() && b.Protocol == firewall.TCP:
+		inNFTables = map[bool]string{true: "ip", false: "ip6"}[b.Dst.Is4()] + " daddr " + b.Dst.String()
+		inIPTables = "-d " + b.Dst.String()
 	case !b.Forwarded():
 		inNFTables = fmt.Sprintf("udp dport %d", b.Port)
 		inIPTables = fmt.Sprintf("-p udp --dport %d", b.Port)

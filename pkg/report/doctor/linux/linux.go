@@ -410,6 +410,25 @@ func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
 		p.Protocol = firewall.UDP
 		all = append(all, p)
 	}
+	return append(all, checks(r, ways)...)
+}
+
+// checks returns the packets by which other hosts check whether they reach this one, one for each family.
+func checks(r status.Report, ways []doctor.Way) (all []firewall.Packet) {
+	for _, w := range ways {
+		own, ok := prefix.OfFamily(r.Lease.Subnets, prefix.FamilyOf(w.Subnet.Addr()))
+		if !w.Back || !ok || slices.ContainsFunc(all, func(p firewall.Packet) bool { return p.Src.Is4() == own.Addr().Is4() }) {
+			continue
+		}
+		p := firewall.Packet{In: w.In, Src: w.Subnet.Masked().Addr(), Dst: own.Masked().Addr(), Protocol: firewall.TCP, Port: 1}
+		if len(r.Network.Devices) == 0 { // they send from their public addresses to the bridge
+			p.Src = peerAddress(r, own.Addr().Is4())
+			p.Dst = p.Dst.Next()
+		}
+		if p.Src.IsValid() {
+			all = append(all, p)
+		}
+	}
 	return all
 }
 
