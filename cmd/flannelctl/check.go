@@ -88,6 +88,7 @@ bridge of every peer. The column HALF says how far packets pass.`,
 	pod.addTo(cmd)
 	cmd.Flags().BoolVar(&failed, "failed", false, "print only peers whose result is not ok")
 	cmd.Flags().StringSliceVar(&only, "peer", nil, "check only these peers, by public address or subnet")
+	completeFrom(cmd, "peer", &daemon, peerNames)
 	return cmd
 }
 

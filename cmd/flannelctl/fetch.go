@@ -57,6 +57,7 @@ type daemonFlags struct{ socket, network string }
 func (d *daemonFlags) addTo(cmd *cobra.Command, h host) {
 	d.addSocketTo(cmd, h)
 	addNetworkTo(cmd.Flags(), &d.network)
+	completeFrom(cmd, networkFlag, &daemonFlags{socket: h.socket}, networkNames)
 }
 
 func (d *daemonFlags) addSocketTo(cmd *cobra.Command, h host) {

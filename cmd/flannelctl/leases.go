@@ -326,6 +326,7 @@ reserve its subnet for another owner.`,
 func newDeleteCommand(h host, reservation bool, cmd *cobra.Command, done string) *cobra.Command {
 	store := storeFlags{host: h}
 	cmd.Args = cobra.ExactArgs(1)
+	cmd.ValidArgsFunction = completeKeys(&store, reservation)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		return store.withAdmin(func(a *etcd.Admin) error {
 			key, err := find(cmd.Context(), a, args[0])
