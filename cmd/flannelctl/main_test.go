@@ -4,6 +4,8 @@ package main
 
 import (
 	"bytes"
+	"context"
+	"io"
 	"net/netip"
 	"strings"
 	"testing"
@@ -45,6 +47,20 @@ func TestWrongArguments(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), "the usage is flannelctl "+args[0]) || exitCode(err) != 2 {
 			t.Errorf("flannelctl %s: %v", strings.Join(args, " "), err)
 		}
+	}
+}
+
+// TestInterruptedIsNotBroken interrupts commands: their exit code must not be that of a broken path.
+func TestInterruptedIsNotBroken(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	root := newRoot(host{socket: t.TempDir() + "/s"})
+	root.SetArgs([]string{"status", "--wait"})
+	root.SetOut(io.Discard)
+	root.SetErr(io.Discard)
+	err := told(root.ExecuteContext(ctx))
+	if err == nil || err.Error() != "interrupted" || exitCode(err) != 2 {
+		t.Errorf("%v, exit code %d", err, exitCode(err))
 	}
 }
 
