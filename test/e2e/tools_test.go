@@ -168,6 +168,15 @@ func (f toolFaults) table() []toolFault {
 			doctor: "cni0 has the address " + former, check: "bridge", status: "cni0 has the address",
 		},
 		{
+			name: "bridge has lost its address", cut: true,
+			cause: func(f toolFaults) func() {
+				own := netip.PrefixFrom(f.ownA.Addr().Next(), f.ownA.Bits()).String()
+				f.ip("addr", "del", own, "dev", lab.PodBridge)
+				return func() { f.ip("addr", "add", own, "dev", lab.PodBridge) }
+			},
+			doctor: "cni0 has pods and no address", check: "bridge", status: "cni0 has pods and no address",
+		},
+		{
 			name: "bridge has a smaller MTU than its pods", cut: true,
 			cause: func(f toolFaults) func() {
 				f.ip("link", "set", lab.PodBridge, "mtu", "1280")

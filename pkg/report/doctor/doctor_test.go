@@ -178,6 +178,11 @@ func TestDoctor(t *testing.T) {
 			r.Datastore = status.Datastore{Kind: "etcd", Since: time.Unix(0, 0), Error: "refused"}
 		}, want: "etcd is away since 1970-01-01T00:00:00Z: refused", fix: "flannelctl status"},
 		{name: "bridge of a former subnet", facts: func(h *Facts) { h.Bridges[0].Addresses[0] = netip.MustParsePrefix("10.5.9.1/24") }, want: "cni0 has the address 10.5.9.1/24, but this host's subnet is 10.5.49.0/24", fix: "ip link delete cni0", word: "bridge"},
+		{name: "bridge without an address", facts: func(h *Facts) {
+			h.Bridges[0].Addresses, h.Ways = nil, nil
+			h.Report.Lease.Subnets = h.Report.Lease.Subnets[:1]
+		}, want: "cni0 has pods and no address: pods of 10.5.49.0/24 are not reached", fix: "ip addr add 10.5.49.1/24 dev cni0", word: "bridge"},
+		{name: "bridge of another network without an address", facts: func(h *Facts) { h.Bridges = append(h.Bridges, Bridge{Name: "cni0", MTU: 1450, PortMTU: 1450}) }},
 		{name: "bridge MTU smaller than that of pods", facts: func(h *Facts) { h.Bridges[0].MTU = 1280 }, want: "cni0 has MTU 1280, its pods have 1450", fix: "ip link set cni0 mtu 1450", word: "mtu"},
 		{name: "bridge and pods with a small MTU", facts: func(h *Facts) { h.Bridges[0].MTU, h.Bridges[0].PortMTU = 1280, 1280 }},
 		{name: "bridge without pods", facts: func(h *Facts) { h.Bridges[0].MTU, h.Bridges[0].PortMTU, h.Ways = 1500, 0, nil }},

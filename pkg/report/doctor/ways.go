@@ -18,9 +18,9 @@ import (
 // Bridge is a bridge with an address in the network.
 type Bridge struct {
 	Name      string
-	MTU       int // in bytes
-	PortMTU   int // the largest MTU of its ports; 0 if it has none
-	Addresses []netip.Prefix
+	MTU       int            // in bytes
+	PortMTU   int            // the largest MTU of its ports; 0 if it has none
+	Addresses []netip.Prefix // in the network
 }
 
 // In returns the address of the bridge in p, or the zero Prefix.
@@ -278,6 +278,11 @@ func (h Facts) bridges(found finder) {
 	external := h.Report.Interface
 	for _, b := range h.Bridges {
 		for _, own := range h.Report.Lease.Subnets {
+			if len(b.Addresses) == 0 && !slices.ContainsFunc(h.Bridges, func(other Bridge) bool { return other.In(own).IsValid() }) {
+				gateway := netip.PrefixFrom(own.Masked().Addr().Next(), own.Bits())
+				found(cut("bridge", fmt.Sprintf("%s has pods and no address: pods of %s are not reached", b.Name, own),
+					fmt.Sprintf("ip addr add %s dev %s, and look for the program that has removed it", gateway, b.Name), h.subnetsOf(prefix.FamilyOf(own.Addr()))...))
+			}
 			for _, n := range h.Report.Network.Prefixes {
 				if former := b.In(n); former.IsValid() && n.Overlaps(own) && !b.In(own).IsValid() {
 					found(cut("bridge",

@@ -166,7 +166,11 @@ func deviceNames() (map[int]string, error) {
 	return names, err
 }
 
-// bridges returns the bridges that have an address in the network, except for the external interface.
+// usualBridge is the bridge that the CNI plugins make if their configuration names none.
+const usualBridge = "cni0"
+
+// bridges returns the bridges that have an address in the network, except for the external interface, and the usual one if
+// it has pods and no address at all.
 func bridges(r status.Report) ([]doctor.Bridge, error) {
 	links, err := dump(netlink.LinkList)
 	if err != nil {
@@ -185,8 +189,10 @@ func bridges(r status.Report) ([]doctor.Bridge, error) {
 		}
 
 		b := doctor.Bridge{Name: own.Name, MTU: own.MTU}
+		anywhere := false
 		for _, a := range addrs {
 			p, ok := toPrefix(a.IPNet)
+			anywhere = anywhere || ok && a.LinkIndex == own.Index && !p.Addr().IsLinkLocalUnicast()
 			if ok && a.LinkIndex == own.Index && slices.ContainsFunc(r.Network.Prefixes, func(n netip.Prefix) bool { return n.Contains(p.Addr()) }) {
 				b.Addresses = append(b.Addresses, p)
 			}
@@ -197,7 +203,7 @@ func bridges(r status.Report) ([]doctor.Bridge, error) {
 				b.PortMTU = max(b.PortMTU, port.Attrs().MTU)
 			}
 		}
-		if len(b.Addresses) > 0 {
+		if len(b.Addresses) > 0 || !anywhere && b.Name == usualBridge && b.PortMTU > 0 {
 			found = append(found, b)
 		}
 	}
