@@ -76,9 +76,9 @@ func (a *Arbiter) SetOwn(own Claimant) { a.own = own }
 func (a *Arbiter) Reset(all []Claimant) {
 	a.prefixes = new(prefixTable)
 	a.shared = sharedPublicIPs{}
-	a.identities = make(map[string]string, len(all))
+	a.identities = make(map[string]string, numIdentities(all))
 	a.accepted = make(map[string]*Lease, len(all))
-	a.identitiesOf = make(map[string][]string, len(all))
+	a.identitiesOf = make(map[string][]string, numIdentities(all))
 	a.contested = map[string]Claimant{}
 	a.refused = map[string][]string{}
 
@@ -105,6 +105,13 @@ func (a *Arbiter) Reset(all []Claimant) {
 	}
 
 	a.settleIdentities(slices.DeleteFunc(all, func(c Claimant) bool { return len(c.Lease.Endpoints) == 0 }))
+}
+
+func numIdentities(all []Claimant) (n int) {
+	for _, c := range all {
+		n += len(c.Identities)
+	}
+	return n
 }
 
 // Change decides again about the lease of c. If c has no endpoints, Change only removes the lease. The
@@ -245,7 +252,7 @@ func (a *Arbiter) settleSubnets(all []Claimant, addresses *prefixTable) *prefixT
 // settleIdentities refuses the leases with an identity that another lease claimed first, and accepts the
 // others.
 func (a *Arbiter) settleIdentities(all []Claimant) {
-	holders := make(map[string]*Lease, len(all))
+	holders := make(map[string]*Lease, numIdentities(all))
 	for _, c := range all {
 		for _, id := range c.Identities {
 			if h := holders[id]; h == nil || compareClaims(c.Lease, h, id) < 0 {

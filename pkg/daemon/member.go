@@ -23,8 +23,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
-// member is one of several networks: what the fleet wants of it, and what this host has of it. run makes the second
-// follow the first. It begins to serve the network when a configuration is admitted, or with the last known state, and
+// member is one of several networks. It contains the wish of the fleet and the state of this host. run makes the state
+// follow the wish. It begins to serve the network when a configuration is admitted, or with the last known state, and
 // passes every later configuration that is admitted to the network. When the configuration was deleted, it removes
 // everything. A refused configuration does not disturb a network that is served with an earlier one.
 type member struct {
@@ -33,16 +33,16 @@ type member struct {
 	wake     wait.Signal // sent when something else may be wanted
 	progress *network.Progress
 
-	// What is wanted.
+	// The wish.
 	text     []byte        // the configuration in the store; nil before the first one, and after a deletion
-	promised *claims       // what the network may use, because text was admitted or is recalled; nil otherwise
+	promised *claims       // resources that the network may use, because text was admitted or is recalled; nil otherwise
 	config   subnet.Config // that of promised
 	refused  error         // why text was not admitted
-	asked    *claims       // what text needs, if it was refused because of another network; nil otherwise
+	asked    *claims       // resources that text needs, if it was refused because of another network; nil otherwise
 	missing  error         // why the network stays although the store has no configuration; nil if the store has one
-	yields   bool          // what this host has of the network must be removed, except for its lease, before it begins again
+	yields   bool          // everything of the network on this host must be removed, except for its lease, before it begins again
 
-	// What there is.
+	// The state.
 	claimed []claims           // of the configuration in use, and then of former ones that have left something; empty if this host has nothing of the network
 	used    subnet.Config      // the last one that the network has used; only if claimed is not empty
 	seen    subnet.Observation // last recorded observation; zero if there is none

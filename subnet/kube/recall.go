@@ -75,6 +75,6 @@ func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, err
 		return subnet.Claim{}, err
 	}
 	m.justRead.Store(s)                                // for Acquire
-	c, _ := m.keys.Decode(s.published(), s.cidrs, nil) // what cannot be read is published again
+	c, _ := m.keys.Decode(s.published(), s.cidrs, nil) // values that cannot be read are published again
 	return c, nil
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/mdlayher/netlink"
@@ -69,10 +70,11 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 	// cause a wake for every few of them, long after it has finished.
 	changed := wait.NewSignal()
 	failed := make(chan error, 1)
-	go func() { failed <- relay(nl, places, changed.Send) }()
+	var reading sync.WaitGroup
+	reading.Go(func() { failed <- relay(nl, places, changed.Send) })
 	defer func() {
 		_ = nl.Close()
-		_ = <-failed
+		reading.Wait()
 	}()
 
 	wake()
@@ -82,7 +84,6 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 			wake()
 			_ = wait.For(ctx, quiet) // the loop notices the end of ctx
 		case err := <-failed:
-			failed <- err
 			return fmt.Errorf("listen to nftables: %w", err)
 		case <-ctx.Done():
 			return nil
