@@ -40,8 +40,9 @@ func (e unknownError) Error() string { return "ask flanneld for its status: " + 
 // Unwrap returns the cause.
 func (e unknownError) Unwrap() error { return e.cause }
 
-// choiceError makes the exit code 2: no network, or an unknown one, was chosen, so that none was examined.
-type choiceError struct{ error }
+// silentError makes the exit code 2: nothing was examined, because no host has answered, or no network of several was
+// chosen.
+type silentError struct{ error }
 
 // errNotReady makes the exit code 1. The command has already printed the reason.
 var errNotReady = errors.New("flanneld is not ready")
@@ -101,7 +102,7 @@ func (d daemonFlags) one(ctx context.Context) (status.Report, error) {
 	for _, n := range r.Networks {
 		names = append(names, n.Name)
 	}
-	return r, choiceError{fmt.Errorf("this daemon serves several networks: choose one of %s with --%s", strings.Join(names, ", "), networkFlag)}
+	return r, silentError{fmt.Errorf("this daemon serves several networks: choose one of %s with --%s", strings.Join(names, ", "), networkFlag)}
 }
 
 // fetch asks the daemon at the URL base for its report about one network. If network is empty, a
@@ -125,7 +126,10 @@ func fetch(ctx context.Context, client *http.Client, base, network string) (r st
 	defer resp.Body.Close()
 	if resp.StatusCode == http.StatusNotFound && network != "" {
 		text, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<10))
-		return r, choiceError{errors.New(strings.TrimSpace(string(text)))}
+		return r, silentError{errors.New(strings.TrimSpace(string(text)))}
+	}
+	if resp.StatusCode == http.StatusNotFound {
+		return fail(fmt.Errorf("GET %s: %s: that is no flanneld with a status page", address, resp.Status))
 	}
 	if resp.StatusCode != http.StatusOK {
 		return fail(fmt.Errorf("GET %s: %s", address, resp.Status))

@@ -35,7 +35,7 @@ func told(err error) error {
 // exitCode returns 2 if the command could not ask flanneld or send from a pod, was interrupted, or has wrong arguments,
 // and otherwise 1.
 func exitCode(err error) int {
-	if errors.Is(err, errInterrupted) || errors.As(err, &unknownError{}) || errors.As(err, &usageError{}) || errors.As(err, &choiceError{}) || errors.Is(err, errCannotAsk) {
+	if errors.Is(err, errInterrupted) || errors.As(err, &unknownError{}) || errors.As(err, &usageError{}) || errors.As(err, &silentError{}) || errors.Is(err, errCannotAsk) {
 		return 2
 	}
 	return 1

@@ -140,6 +140,9 @@ func dialCause(msg string) string {
 	for _, wrapping := range []string{"transport: ", "Error while dialing: ", "authentication handshake failed: "} {
 		msg = strings.TrimPrefix(msg, wrapping)
 	}
+	if strings.HasPrefix(msg, "keepalive ping failed") {
+		return "the connection does not answer any more"
+	}
 	if strings.HasPrefix(msg, "error reading server preface: ") {
 		msg += " (does the server expect TLS, or a client certificate?)"
 	}

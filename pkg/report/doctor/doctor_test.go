@@ -232,6 +232,9 @@ func TestDoctor(t *testing.T) {
 		{name: "firewall drops the tunnel", facts: func(h *Facts) {
 			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "eth0", Src: remote, Port: 8472}, Program: "iptables-nft", Table: "filter", Chain: "INPUT", Rule: "policy DROP"}}
 		}, want: "iptables-nft drops packets of other hosts to UDP port 8472 in chain INPUT of table filter: policy DROP", fix: "iptables-nft -t filter -I INPUT -p udp --dport 8472 -j ACCEPT", word: "firewall"},
+		{name: "firewall drops IP in IP", facts: func(h *Facts) {
+			h.Blocks = []firewall.Block{{Packet: firewall.Packet{Src: remote, Protocol: 4}, Program: "iptables-nft", Table: "filter", Chain: "OUTPUT", Rule: "policy DROP"}}
+		}, want: "iptables-nft drops packets of this host with IP protocol 4 in chain OUTPUT", fix: "iptables-nft -t filter -I OUTPUT -p 4 -j ACCEPT", word: "firewall"},
 		{name: "firewall drops packets of pods", facts: func(h *Facts) {
 			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "cni0", Out: "flannel.1", Src: pod}, Program: "nft", Table: "inet x", Chain: "y", Rule: "policy drop"}}
 		}, want: "nft drops forwarded packets of pods from cni0 to flannel.1 in chain y of table inet x", fix: "nft insert rule inet x y ip saddr 10.5.0.0/16 accept", word: "firewall"},

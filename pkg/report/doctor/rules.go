@@ -61,11 +61,11 @@ func (h Facts) blocks(found finder) {
 		what := fmt.Sprintf("forwarded %s of pods from %s to %s", kind, b.In, b.Out)
 		subnets := h.subnetsOf(prefix.FamilyOf(b.Src))
 		if !b.Forwarded() {
-			what = fmt.Sprintf("packets of other hosts to UDP port %d", b.Port)
+			what = "packets of other hosts " + carrier(b.Packet)
 			subnets = nil // the family of the hosts need not be that of the pods
 		}
 		if b.In == "" {
-			what = fmt.Sprintf("packets of this host to UDP port %d of others", b.Port)
+			what = "packets of this host " + carrier(b.Packet)
 		}
 
 		where := fmt.Sprintf("%s in chain %s of table %s: %s", what, b.Chain, b.Table, b.Rule)
@@ -78,6 +78,14 @@ func (h Facts) blocks(found finder) {
 	}
 }
 
+// carrier describes the packets in which a tunnel carries others.
+func carrier(p firewall.Packet) string {
+	if p.Port != 0 {
+		return fmt.Sprintf("to UDP port %d", p.Port)
+	}
+	return fmt.Sprintf("with IP protocol %d", p.Protocol)
+}
+
 // accept returns a command that accepts a packet before the rule that drops it.
 func (h Facts) accept(b firewall.Block) string {
 	network := h.networkOf(b.Src)
@@ -87,6 +95,9 @@ func (h Facts) accept(b firewall.Block) string {
 	case !b.Forwarded() && b.Protocol == firewall.TCP:
 		inNFTables = map[bool]string{true: "ip", false: "ip6"}[b.Dst.Is4()] + " daddr " + b.Dst.String()
 		inIPTables = "-d " + b.Dst.String()
+	case !b.Forwarded() && b.Port == 0:
+		inNFTables = fmt.Sprintf("meta l4proto %d", b.Protocol)
+		inIPTables = fmt.Sprintf("-p %d", b.Protocol)
 	case !b.Forwarded():
 		inNFTables = fmt.Sprintf("udp dport %d", b.Port)
 		inIPTables = fmt.Sprintf("-p udp --dport %d", b.Port)

@@ -31,6 +31,7 @@ const readTimeout = 2 * time.Second
 // unknown: its metrics are absent.
 type Values struct {
 	Ready         bool
+	PodsCutOff    bool                       // see doctor.CutOff
 	Backend       string                     // type
 	Mode          string                     // of the backend, if it has several
 	Peers         map[string]int             // by state: served, held, refused
@@ -185,6 +186,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 
 	gauge("ready", "1 while /readyz answers 200. If it is 0, its body gives the reasons.").flag(values.Ready)
+	gauge("pods_cut_off", "1 while the kernel does not carry packets of pods although flanneld's objects are in place. flannelctl doctor names the cause.").flag(values.PodsCutOff)
 	gauge("datastore_connected", "1 while etcd or the Kubernetes API answers. Otherwise traffic continues, but changes of leases do not arrive.").flag(values.Connected)
 	gauge("restart_needed", "1 if the network configuration was deleted or, with --follow-config=false, has changed: flanneld keeps the old one until it is restarted.").flag(values.RestartNeeded)
 	gauge("config_rejected", "1 while this host cannot use the network configuration in the datastore and continues with its own. flannelctl status and the log give the reason.").flag(values.ConfigRejected)

@@ -34,7 +34,7 @@ func scrape(t *testing.T, s metrics.Source) string {
 
 func full(context.Context) metrics.Values {
 	return metrics.Values{
-		Ready: true, Backend: "vxlan", Peers: map[string]int{"served": 3, "refused": 1},
+		Ready: true, PodsCutOff: true, Backend: "vxlan", Peers: map[string]int{"served": 3, "refused": 1},
 		Objects: map[string]dataplane.Count{"route": {Wanted: 4, Present: 3}}, LastSync: time.Unix(1000, 5e8),
 		Connected: true, LeaseExpires: time.Unix(2000, 0), Pool: map[string]uint64{"free": 9},
 		RestartNeeded: true, ConfigRejected: true, Dropped: map[string]uint64{"malformed": 2}, Carried: map[string]int{"present": 1, "next": 4}, Paths: &paths.Outcome{Results: map[string]int{"ok": 3, "mtu": 2, "unknown": 1}},
@@ -55,7 +55,7 @@ func TestMetrics(t *testing.T) {
 	m.Answered(2 * time.Millisecond)
 	page := scrape(t, m.With(full))
 	for _, want := range []string{
-		"flannel_ready 1", `flannel_backend_info{mode="",type="vxlan"} 1`, `flannel_peers{state="served"} 3`, `flannel_peers{state="refused"} 1`,
+		"flannel_ready 1", "flannel_pods_cut_off 1", `flannel_backend_info{mode="",type="vxlan"} 1`, `flannel_peers{state="served"} 3`, `flannel_peers{state="refused"} 1`,
 		`flannel_kernel_objects{kind="route"} 3`, `flannel_kernel_objects_wanted{kind="route"} 4`, "flannel_last_sync_timestamp_seconds 1000.5",
 		"flannel_datastore_connected 1", "flannel_lease_expiry_timestamp_seconds 2000", `flannel_pool_subnets{state="free"} 9`,
 		"flannel_restart_needed 1", `flannel_paths{result="mtu"} 2`, "flannel_unreachable_peers 2", "flannel_config_rejected 1", `flannel_udp_dropped_packets_total{reason="malformed"} 2`,

@@ -50,8 +50,9 @@ func (n *Network) values(ctx context.Context) metrics.Values {
 	now, in, known := n.inspect(ctx, false)
 	ready, _ := n.ready.health.Ready()
 	since, away := n.ready.health.Part(partDatastore)
+	_, cutOff := n.ready.health.Part(partPods)
 	l := metrics.Values{
-		Ready: ready, Backend: now.Config.BackendType, Objects: in.Counts, LastSync: in.LastSync,
+		Ready: ready, PodsCutOff: cutOff != nil, Backend: now.Config.BackendType, Objects: in.Counts, LastSync: in.LastSync,
 		Connected: !since.IsZero() && away == nil, LeaseExpires: now.Own.Expires,
 		Mode: in.Mode, Dropped: in.Dropped, Cloud: in.Cloud, RestartNeeded: n.config.restartNeeded() != "", ConfigRejected: n.config.refusal() != "",
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
 	"github.com/mdlayher/netlink"
+	vishvananda "github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
@@ -68,7 +69,7 @@ func Blocks(packets []firewall.Packet) (blocks []firewall.Block, err error) {
 }
 
 func familyName(f nftables.TableFamily) string {
-	return map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6", nftables.TableFamilyINet: "inet", nftables.TableFamilyNetdev: "netdev"}[f]
+	return map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6", nftables.TableFamilyINet: "inet", nftables.TableFamilyNetdev: "netdev", nftables.TableFamilyBridge: "bridge"}[f]
 }
 
 // devicesOf returns the devices of the base chains whose hook is in a device, which the library does not read.
@@ -149,6 +150,9 @@ func (f follower) passes(c *nftables.Chain) bool {
 		return device != "" && slices.Contains(f.devices[c], device)
 	}
 
+	if c.Table.Family == nftables.TableFamilyBridge {
+		return f.passesInBridge(c)
+	}
 	own := nftables.TableFamily(protocols[f.family()])
 	if c.Hooknum == nil || c.Type != nftables.ChainTypeFilter || c.Table.Family != own && c.Table.Family != nftables.TableFamilyINet {
 		return false
@@ -161,6 +165,24 @@ func (f follower) passes(c *nftables.Chain) bool {
 		hooks = []nftables.ChainHook{*nftables.ChainHookPrerouting, *nftables.ChainHookInput}
 	}
 	return slices.Contains(hooks, *c.Hooknum)
+}
+
+// passesInBridge reports whether c is a base chain of bridges that the packet passes: on its way from a port of a bridge to
+// this host, or from this host to a port.
+func (f follower) passesInBridge(c *nftables.Chain) bool {
+	if c.Hooknum == nil || c.Type != nftables.ChainTypeFilter {
+		return false
+	}
+	device := f.packet.In
+	switch *c.Hooknum {
+	case *nftables.ChainHookPrerouting, *nftables.ChainHookInput:
+	case *nftables.ChainHookOutput, *nftables.ChainHookPostrouting:
+		device = f.packet.Out
+	default: // forward: from port to port
+		return false
+	}
+	link, err := vishvananda.LinkByName(device)
+	return err == nil && link.Type() == "bridge"
 }
 
 // maxDepth is the maximum depth of jumps, as in the kernel.
@@ -229,6 +251,9 @@ func (f follower) apply(r *nftables.Rule) (v *expr.Verdict, certain bool, err er
 			registers[e.Register] = e.Data
 		case *expr.Meta:
 			registers[e.Register] = f.meta(e.Key)
+			if r.Table.Family == nftables.TableFamilyBridge && (e.Key == expr.MetaKeyIIFNAME || e.Key == expr.MetaKeyOIFNAME) {
+				registers[e.Register] = nil // a port of the bridge
+			}
 		case *expr.Ct:
 			registers[e.Register] = nil
 			if e.Key == expr.CtKeySTATE {

@@ -27,6 +27,10 @@ func TestKernelBlocks(t *testing.T) {
 	sent.In, sent.Out = tunnel.Out, tunnel.In
 	const server = "chain in { type filter hook input priority 0 ; policy drop ; ct state vmap { established : accept, related : accept, invalid : drop } ; iifname lo accept ; tcp dport { 22, 80-90 } accept ; "
 	firewalltest.Shell(t, "ip link add eth0 type veth peer name eth1")
+	firewalltest.Shell(t, "ip link add cni0 type bridge")
+	back := pods
+	back.In, back.Out = pods.Out, pods.In
+	back.Src, back.Dst = pods.Dst, pods.Src
 	for name, tt := range map[string]struct {
 		family   string // of the table; inet if empty
 		table    string // its content
@@ -59,6 +63,11 @@ func TestKernelBlocks(t *testing.T) {
 		"drop in another device":       {family: "netdev", table: "chain early { type filter hook ingress device eth1 priority 0 ; policy drop ; }", packet: tunnel},
 		"drop of sent in the device":   {family: "netdev", table: "chain late { type filter hook egress device eth0 priority 0 ; policy drop ; }", packet: sent, want: "late policy drop"},
 		"drop of others in the device": {family: "netdev", table: "chain late { type filter hook egress device eth0 priority 0 ; policy drop ; }", packet: tunnel},
+		"drop in the bridge":           {family: "bridge", table: "chain early { type filter hook prerouting priority 0 ; policy drop ; }", packet: back, want: "early policy drop"},
+		"drop of sent in the bridge":   {family: "bridge", table: "chain late { type filter hook output priority 0 ; ip daddr 10.5.0.0/16 drop ; }", packet: pods, want: "late the rule with handle"},
+		"drop of others in the bridge": {family: "bridge", table: "chain early { type filter hook input priority 0 ; policy drop ; }", packet: pods},
+		"drop between ports":           {family: "bridge", table: "chain through { type filter hook forward priority 0 ; policy drop ; }", packet: back},
+		"port of a bridge accepted":    {family: "bridge", table: "chain early { type filter hook prerouting priority 0 ; policy drop ; iifname veth1 accept ; }", packet: back, want: "early policy drop", doubtful: true},
 		"drop at ingress of inet":      {table: "chain early { type filter hook ingress device eth0 priority 0 ; udp dport 8472 drop ; }", packet: tunnel6, want: "early the rule with handle"},
 	} {
 		table := cmp.Or(tt.family, "inet") + " foreign"

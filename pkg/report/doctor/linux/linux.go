@@ -378,9 +378,9 @@ func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
 	var all []firewall.Packet
 	for _, own := range r.Interface.Addresses {
 		other := peerAddress(r, own.Local.Is4())
-		for _, port := range r.Network.Ports {
+		for _, carrier := range carriers(r.Network, own.Local.Is4()) {
 			if other.IsValid() {
-				p := firewall.Packet{In: r.Interface.Name, Src: other, Dst: own.Local, Protocol: firewall.UDP, Port: uint16(port)}
+				p := firewall.Packet{In: r.Interface.Name, Src: other, Dst: own.Local, Protocol: carrier.Protocol, Port: carrier.Port}
 				sent := p
 				sent.In, sent.Out = p.Out, p.In
 				sent.Src, sent.Dst = p.Dst, p.Src
@@ -417,6 +417,17 @@ func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
 		all = append(all, p)
 	}
 	return append(all, checks(r, ways)...)
+}
+
+// carriers returns the packets in which the backend carries others.
+func carriers(n status.Network, ip4 bool) (all []firewall.Payload) {
+	for _, port := range n.Ports {
+		all = append(all, firewall.Payload{Protocol: firewall.UDP, Port: uint16(port)})
+	}
+	if n.BackendType == "ipip" {
+		all = append(all, firewall.Payload{Protocol: map[bool]uint8{true: unix.IPPROTO_IPIP, false: unix.IPPROTO_IPV6}[ip4]})
+	}
+	return all
 }
 
 // checks returns the packets by which other hosts check whether they reach this one, one for each family.
