@@ -223,8 +223,8 @@ func TestCheckFromPodEnds(t *testing.T) {
 		if err := cmd.Process.Signal(sig); err != nil {
 			t.Fatal(err)
 		}
-		if err := cmd.Wait(); cmd.ProcessState.ExitCode() != 1 {
-			t.Errorf("after %s: %v, want exit code 1", sig, err)
+		if err := cmd.Wait(); cmd.ProcessState.ExitCode() != 2 {
+			t.Errorf("after %s: %v, want exit code 2", sig, err)
 		}
 		f.expectNoPod()
 	}

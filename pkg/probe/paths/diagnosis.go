@@ -3,6 +3,7 @@
 package paths
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -11,6 +12,9 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/probe/ping"
 )
 
@@ -21,7 +25,7 @@ const (
 	// than the minimum of 1280 for IPv6, because a tunnel may be in between.
 	leastMTU = 576
 	// searchTimeout is the time to wait for an answer in the search for the largest packet. It is
-	// shorter than answerTimeout, because the peer has just answered small packets.
+	// shorter than answerTimeout, because the peer has just answered other packets.
 	searchTimeout = 500 * time.Millisecond
 )
 
@@ -37,7 +41,7 @@ func Diagnose(ctx context.Context, p Path, n Network) Verdict {
 type sender struct {
 	wait  func(context.Context) error // returns when one more packet may be sent
 	ping  func(ctx context.Context, dst netip.Addr, way ping.Path, timeout time.Duration) (time.Duration, error)
-	knock func(context.Context, netip.Addr) error
+	knock func(ctx context.Context, dst netip.Addr, hops int) error
 	// likeTCP sends large packets as pods send TCP: if a router reports a smaller MTU, the next one is smaller.
 	likeTCP bool
 }
@@ -63,6 +67,8 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	}
 
 	switch {
+	case (v.Broken == Tunnel && outerErr == nil || v.Broken == Checksum) && s.forwards(ctx, p, v.Broken == Checksum):
+		return fail(Unknown, err, fmt.Sprintf("%s does not answer, but its host gets packets through the network: a firewall there drops those to its own addresses, and may drop those to pods (flannelctl doctor on that host names it)", inner))
 	case v.OK && v.Advice != "":
 		v.Advice = inner.String() + " " + v.Advice
 	case errors.Is(err, syscall.EINVAL):
@@ -84,6 +90,30 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 // filteredText is the advice about an address that answers only TCP.
 const filteredText = "answers TCP but no pings (icmp filtered): the network works, its MTU is not checked"
 
+// forwards reports whether the host of a path gets packets through the network, and this host its answers: it tells of a
+// packet whose hop limit it would use up by forwarding it to a pod. No firewall rule for its own addresses sees the packet,
+// and no pod gets it. tcp selects TCP instead of a ping.
+func (s sender) forwards(ctx context.Context, p Path, tcp bool) bool {
+	pod := prefix.Last(p.Subnet).Prev() // hardly the address of a pod
+	for range 2 {
+		if s.wait(ctx) != nil {
+			return false
+		}
+		if tcp {
+			if errors.Is(s.knock(ctx, pod, 1), syscall.EHOSTUNREACH) {
+				return true
+			}
+			continue
+		}
+		_, err := s.ping(ctx, pod, ping.Path{Size: smallPacket, Hops: 1}, searchTimeout)
+		// A router in between is not the host of the path.
+		if e, ok := errors.AsType[ping.ExpiredError](err); ok && (e.At == p.PublicIP || p.Subnet.Contains(e.At)) {
+			return true
+		}
+	}
+	return false
+}
+
 // reach tries small packets to dst, then packets of size bytes, then TCP, and stops at the first that do not pass.
 // The path in the verdict is empty, and so is the advice unless TCP passes and pings do not. err says why Broken is set.
 func (s sender) reach(ctx context.Context, dst netip.Addr, size int) (v Verdict, err error) {
@@ -101,7 +131,7 @@ func (s sender) reach(ctx context.Context, dst netip.Addr, size int) (v Verdict,
 		return v, err
 	}
 	if err = s.wait(ctx); err == nil {
-		err = answered(s.knock(ctx, dst))
+		err = answered(s.knock(ctx, dst, 0))
 	}
 	if err != nil {
 		v.Broken = Checksum
@@ -140,7 +170,7 @@ func (s sender) largest(ctx context.Context, dst netip.Addr, tooBig int) int {
 // refused reports whether dst itself answers a TCP connection. An error that this host or a router can cause
 // is no answer.
 func (s sender) refused(ctx context.Context, dst netip.Addr) bool {
-	err := s.knock(ctx, dst)
+	err := s.knock(ctx, dst, 0)
 	return err == nil || errors.Is(err, syscall.ECONNREFUSED)
 }
 
@@ -155,11 +185,23 @@ func answered(err error) error {
 	return err
 }
 
-// knock opens a TCP connection to port 1. If there is no answer within answerTimeout, it returns an error.
-func knock(ctx context.Context, dst netip.Addr) error {
+// knock opens a TCP connection to port 1, with packets that have the given hop limit; 0 means the default. If there is no
+// answer within answerTimeout, it returns an error.
+func knock(ctx context.Context, dst netip.Addr, hops int) error {
 	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
 	defer cancel()
-	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", netip.AddrPortFrom(dst, 1).String())
+	var d net.Dialer
+	if hops != 0 {
+		level, option := unix.IPPROTO_IP, unix.IP_TTL
+		if dst.Is6() {
+			level, option = unix.IPPROTO_IPV6, unix.IPV6_UNICAST_HOPS
+		}
+		d.Control = func(_, _ string, c syscall.RawConn) (err error) {
+			failed := c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), level, option, hops) })
+			return cmp.Or(failed, err)
+		}
+	}
+	conn, err := d.DialContext(ctx, "tcp", netip.AddrPortFrom(dst, 1).String())
 	if err == nil {
 		return conn.Close()
 	}

@@ -35,7 +35,7 @@ func TestInterruptedDiagnosis(t *testing.T) {
 				ping: func(context.Context, netip.Addr, ping.Path, time.Duration) (time.Duration, error) {
 					return time.Millisecond, send()
 				},
-				knock: func(context.Context, netip.Addr) error { return send() },
+				knock: func(context.Context, netip.Addr, int) error { return send() },
 			}
 			v := s.diagnose(ctx, path(1), Network{MTU: 1450, Devices: true})
 			if v.OK || v.Broken != Unknown || v.Largest != 0 || !strings.HasPrefix(v.Advice, "the check was interrupted") {
@@ -48,6 +48,7 @@ func TestInterruptedDiagnosis(t *testing.T) {
 // TestDiagnosis tells from the packets that pass which part of a path is broken.
 func TestDiagnosis(t *testing.T) {
 	silence := errors.New("no answer")
+	none := netip.Addr{}
 	to := path(1)
 	devices := Network{BackendType: "vxlan", MTU: 1450, Devices: true, Ports: []int{8472}}
 	narrow, wide := devices, devices
@@ -58,6 +59,8 @@ func TestDiagnosis(t *testing.T) {
 		most  int   // size of the largest ping in the network
 		tcp   error // of a TCP connection in the network
 		first bool  // the first packet to an address is answered
+		// forwards is the host that tells of packets that it cannot forward; invalid if none does.
+		forwards netip.Addr
 	}
 	for _, tt := range []struct {
 		name    string
@@ -67,30 +70,37 @@ func TestDiagnosis(t *testing.T) {
 		largest int
 		advice  string // part of it
 	}{
-		{"all", devices, passes{true, 1450, syscall.ECONNREFUSED, true}, "", 0, ""},
-		{"all, and a TCP connection opens", devices, passes{true, 1450, nil, true}, "", 0, ""},
-		{"all but the first packets", devices, passes{true, 1450, syscall.ECONNREFUSED, false}, "", 0, ""},
-		{"all but pings to the host", devices, passes{false, 1450, syscall.ECONNREFUSED, true}, "", 0, ""},
-		{"nothing", devices, passes{false, 0, silence, true}, Underlay, 0, "192.168.0.1 does not answer either"},
-		{"nothing, without devices", Network{MTU: 1500}, passes{false, 0, silence, true}, Underlay, 0, "192.168.0.1 does not answer either"},
-		{"only pings to the host", devices, passes{true, 0, silence, true}, Tunnel, 0, "a firewall drops the packets of the backend (vxlan: UDP 8472)"},
-		{"only pings to the host, without devices", Network{MTU: 1500}, passes{true, 0, silence, true}, Unknown, 0, "the host answers, 10.0.1.1 does not"},
-		{"a router answers TCP", devices, passes{true, 0, syscall.EHOSTUNREACH, true}, Tunnel, 0, "its end of the network does not"},
-		{"TCP but no pings", devices, passes{true, 0, syscall.ECONNREFUSED, true}, "", 0, "10.0.1.0 answers TCP but no pings"},
-		{"small packets", devices, passes{true, 1300, syscall.ECONNREFUSED, true}, MTU, 1300, "packets of up to 1300 bytes pass, those of 1450 bytes do not"},
-		{"small packets, without devices", Network{MTU: 1450}, passes{true, 1300, syscall.ECONNREFUSED, true}, MTU, 1300, "packets of up to 1300 bytes pass"},
-		{"a TCP connection but no pings", devices, passes{true, 0, nil, true}, "", 0, "10.0.1.0 answers TCP but no pings"},
-		{"small packets, on a path known for it", narrow, passes{true, 1300, syscall.ECONNREFUSED, true}, "", 0, ""},
-		{"less than the path is known for", wide, passes{true, 1300, syscall.ECONNREFUSED, true}, MTU, 1300, "those of 1450 bytes do not"},
-		{"pings but no TCP", devices, passes{true, 1450, silence, true}, Checksum, 0, "pings pass, TCP does not"},
-		{"pings, and a rule of this host drops TCP", devices, passes{true, 1450, syscall.EINVAL, true}, Tunnel, 0, "this host itself drops packets to 10.0.1.0"},
-		{"pings, and a firewall refuses TCP", devices, passes{true, 1450, syscall.EACCES, true}, "", 0, ""},
+		{"all", devices, passes{true, 1450, syscall.ECONNREFUSED, true, none}, "", 0, ""},
+		{"all, and a TCP connection opens", devices, passes{true, 1450, nil, true, none}, "", 0, ""},
+		{"all but the first packets", devices, passes{true, 1450, syscall.ECONNREFUSED, false, none}, "", 0, ""},
+		{"all but pings to the host", devices, passes{false, 1450, syscall.ECONNREFUSED, true, none}, "", 0, ""},
+		{"nothing", devices, passes{false, 0, silence, true, none}, Underlay, 0, "192.168.0.1 does not answer either"},
+		{"nothing, without devices", Network{MTU: 1500}, passes{false, 0, silence, true, none}, Underlay, 0, "192.168.0.1 does not answer either"},
+		{"only pings to the host", devices, passes{true, 0, silence, true, none}, Tunnel, 0, "a firewall drops the packets of the backend (vxlan: UDP 8472)"},
+		{"only pings to the host, without devices", Network{MTU: 1500}, passes{true, 0, silence, true, none}, Unknown, 0, "the host answers, 10.0.1.1 does not"},
+		{"a router answers TCP", devices, passes{true, 0, syscall.EHOSTUNREACH, true, none}, Tunnel, 0, "its end of the network does not"},
+		{"TCP but no pings", devices, passes{true, 0, syscall.ECONNREFUSED, true, none}, "", 0, "10.0.1.0 answers TCP but no pings"},
+		{"small packets", devices, passes{true, 1300, syscall.ECONNREFUSED, true, none}, MTU, 1300, "packets of up to 1300 bytes pass, those of 1450 bytes do not"},
+		{"small packets, without devices", Network{MTU: 1450}, passes{true, 1300, syscall.ECONNREFUSED, true, none}, MTU, 1300, "packets of up to 1300 bytes pass"},
+		{"a TCP connection but no pings", devices, passes{true, 0, nil, true, none}, "", 0, "10.0.1.0 answers TCP but no pings"},
+		{"small packets, on a path known for it", narrow, passes{true, 1300, syscall.ECONNREFUSED, true, none}, "", 0, ""},
+		{"less than the path is known for", wide, passes{true, 1300, syscall.ECONNREFUSED, true, none}, MTU, 1300, "those of 1450 bytes do not"},
+		{"pings but no TCP", devices, passes{true, 1450, silence, true, none}, Checksum, 0, "pings pass, TCP does not"},
+		{"pings, and a rule of this host drops TCP", devices, passes{true, 1450, syscall.EINVAL, true, none}, Tunnel, 0, "this host itself drops packets to 10.0.1.0"},
+		{"only pings to the host, which forwards", devices, passes{true, 0, silence, true, to.Subnet.Addr()}, Unknown, 0, "10.0.1.0 does not answer, but its host gets packets"},
+		{"only pings to the host, which forwards, without devices", Network{MTU: 1500}, passes{true, 0, silence, true, to.PublicIP}, Unknown, 0, "10.0.1.1 does not answer, but its host gets packets"},
+		{"only pings to the host, and a router in between", devices, passes{true, 0, silence, true, netip.MustParseAddr("192.0.2.99")}, Tunnel, 0, "its end of the network does not"},
+		{"pings but no TCP to the host, which forwards", devices, passes{true, 1450, silence, true, to.Subnet.Addr()}, Unknown, 0, "10.0.1.0 does not answer, but its host gets packets"},
+		{"pings, and a firewall refuses TCP", devices, passes{true, 1450, syscall.EACCES, true, none}, "", 0, ""},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			tried := map[netip.Addr]bool{}
 			s := sender{
 				wait: freely,
 				ping: func(_ context.Context, dst netip.Addr, way ping.Path, _ time.Duration) (time.Duration, error) {
+					if way.Hops == 1 && tt.passes.forwards.IsValid() {
+						return 0, ping.ExpiredError{At: tt.passes.forwards}
+					}
 					again := tried[dst]
 					tried[dst] = true
 					if dst == to.PublicIP && !tt.passes.host || dst != to.PublicIP && way.Size > tt.passes.most || !again && !tt.passes.first {
@@ -98,7 +108,12 @@ func TestDiagnosis(t *testing.T) {
 					}
 					return time.Millisecond, nil
 				},
-				knock: func(context.Context, netip.Addr) error { return tt.passes.tcp },
+				knock: func(_ context.Context, _ netip.Addr, hops int) error {
+					if hops == 1 && tt.passes.forwards.IsValid() {
+						return syscall.EHOSTUNREACH
+					}
+					return tt.passes.tcp
+				},
 			}
 			v := s.diagnose(t.Context(), to, tt.network)
 			if v.Path != to || v.OK != (tt.broken == "") || v.Broken != tt.broken || v.Largest != tt.largest || !strings.Contains(v.Advice, tt.advice) || tt.advice == "" && v.Advice != "" {

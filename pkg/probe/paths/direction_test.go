@@ -61,7 +61,7 @@ func (w *pairOfHosts) start(t *testing.T, i int) (stop func()) {
 		}
 		return 0, errors.New("no answer")
 	}
-	p.send.knock = func(ctx context.Context, to netip.Addr) error {
+	p.send.knock = func(ctx context.Context, to netip.Addr, _ int) error {
 		_, err := p.send.ping(ctx, to, ping.Path{}, answerTimeout)
 		return err
 	}

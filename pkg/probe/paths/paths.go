@@ -56,7 +56,7 @@ const (
 	Tunnel   Part = "network"  // from network to network, small packets
 	MTU      Part = "mtu"      // packets of the full MTU
 	Checksum Part = "checksum" // TCP
-	Unknown  Part = "unknown"  // it is not known whether a part is broken: the host answers, but may have no pods that answer, or ctx ended before the check did
+	Unknown  Part = "unknown"  // it is not known whether a part is broken: the host answers, but may have no pods that answer, or hides its addresses, or ctx ended before the check did
 )
 
 // Parts returns the parts that can be broken.

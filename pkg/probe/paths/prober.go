@@ -124,14 +124,15 @@ func NewProber(c Config) *Prober {
 			p.passed(path)
 		}
 		if err == nil && c.Limit.Allow() {
-			err = p.knocked(path, answered(p.send.knock(ctx, dst)))
+			err = p.knocked(path, answered(p.send.knock(ctx, dst, 0)))
 		}
 		return Verdict{Path: path, OK: true, RTT: rtt}, err
 	}
 
 	p.diagnose = func(ctx context.Context, path Path) Verdict {
 		v := p.send.diagnose(ctx, path, c.Network)
-		if v.Broken == Checksum && p.knocked(path, errNoTCP) == nil {
+		hidden := v.Broken == Unknown && v.RTT > 0 && ctx.Err() == nil // pings pass, and a firewall drops TCP
+		if (v.Broken == Checksum || hidden) && p.knocked(path, errNoTCP) == nil {
 			v = Verdict{Path: path, OK: true, RTT: v.RTT}
 		}
 		return v

@@ -159,7 +159,7 @@ func TestTCPIsProbed(t *testing.T) {
 		p.send.ping = func(ctx context.Context, _ netip.Addr, _ ping.Path, _ time.Duration) (time.Duration, error) {
 			return time.Millisecond, wait.For(ctx, time.Millisecond)
 		}
-		p.send.knock = func(context.Context, netip.Addr) error { knocks.Add(1); return nil }
+		p.send.knock = func(context.Context, netip.Addr, int) error { knocks.Add(1); return nil }
 		ctx, cancel := context.WithCancel(t.Context())
 		var wg sync.WaitGroup
 		wg.Go(func() { p.Run(ctx) })
@@ -200,7 +200,7 @@ func TestRateOfDiagnoses(t *testing.T) {
 					}
 					return 0, errors.New("no answer")
 				}
-				p.send.knock = func(context.Context, netip.Addr) error {
+				p.send.knock = func(context.Context, netip.Addr, int) error {
 					packets.Add(1)
 					if answers(smallPacket) {
 						return nil

@@ -72,7 +72,7 @@ func TestKernelNotes(t *testing.T) {
 				if n, _ := s.kind.noteOf(buf[:size]); buf[0] == s.kind.request {
 					admitted = append(admitted, fmt.Sprint(from, n))
 				}
-				if answer, ok, _ := s.kind.parse(buf[:size]); ok && answer == id {
+				if answer, ok, _ := s.kind.parse(buf[:size], netip.Addr{}); ok && answer == id {
 					answered = true
 				}
 			}

@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"net/netip"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -22,6 +23,12 @@ var ErrTooBig = errors.New("packet too big")
 // ErrUnreachable means that a router reported the destination as unreachable.
 var ErrUnreachable = errors.New("unreachable")
 
+// ExpiredError means that a host had to forward the packet, but its hop limit was used up.
+type ExpiredError struct{ At netip.Addr }
+
+// Error names the host.
+func (e ExpiredError) Error() string { return "hop limit used up at " + e.At.String() }
+
 // icmpKind contains the ICMP constants that differ between IPv4 and IPv6 (RFC 792,
 // RFC 4443), and the socket options.
 type icmpKind struct {
@@ -29,7 +36,9 @@ type icmpKind struct {
 	header              int // length of the IP header in bytes
 	request, reply      byte
 	unreachable, tooBig byte
-	level, discover     int // level and number of the socket option IP_MTU_DISCOVER or IPV6_MTU_DISCOVER
+	expired             byte // time exceeded
+	level, discover     int  // level and number of the socket option IP_MTU_DISCOVER or IPV6_MTU_DISCOVER
+	hops                int  // number of the socket option IP_TTL or IPV6_UNICAST_HOPS
 	filter              func(fd int, types ...byte) error
 }
 
@@ -37,15 +46,15 @@ func kindOf(f prefix.Family) icmpKind {
 	if f == prefix.IPv4 {
 		return icmpKind{
 			network: "ip4:icmp", any: "0.0.0.0", header: 20,
-			request: 8, reply: 0, unreachable: 3, tooBig: 3,
-			level: unix.IPPROTO_IP, discover: unix.IP_MTU_DISCOVER,
+			request: 8, reply: 0, unreachable: 3, tooBig: 3, expired: 11,
+			level: unix.IPPROTO_IP, discover: unix.IP_MTU_DISCOVER, hops: unix.IP_TTL,
 			filter: filter4,
 		}
 	}
 	return icmpKind{
 		network: "ip6:ipv6-icmp", any: "::", header: 40,
-		request: 128, reply: 129, unreachable: 1, tooBig: 2,
-		level: unix.IPPROTO_IPV6, discover: unix.IPV6_MTU_DISCOVER,
+		request: 128, reply: 129, unreachable: 1, tooBig: 2, expired: 3,
+		level: unix.IPPROTO_IPV6, discover: unix.IPV6_MTU_DISCOVER, hops: unix.IPV6_UNICAST_HOPS,
 		filter: filter6,
 	}
 }
@@ -115,9 +124,9 @@ func (k icmpKind) echo(id uint32, size int, note Note) []byte {
 }
 
 // parse returns the id of the request that the ICMP message b, which has no IP header, answers. b is the
-// reply, or an ICMP error that quotes the request: then err is ErrTooBig or ErrUnreachable, wrapped. ok
-// is false for other messages.
-func (k icmpKind) parse(b []byte) (id uint32, ok bool, err error) {
+// reply, or an ICMP error of the host from that quotes the request: then err is ErrTooBig or ErrUnreachable, wrapped, or
+// an ExpiredError. ok is false for other messages.
+func (k icmpKind) parse(b []byte, from netip.Addr) (id uint32, ok bool, err error) {
 	if len(b) < icmpHeader {
 		return 0, false, nil
 	}
@@ -126,11 +135,14 @@ func (k icmpKind) parse(b []byte) (id uint32, ok bool, err error) {
 	}
 
 	quoted := b[icmpHeader:]
-	if b[0] != k.unreachable && b[0] != k.tooBig || len(quoted) < k.header+icmpHeader {
+	if b[0] != k.unreachable && b[0] != k.tooBig && b[0] != k.expired || len(quoted) < k.header+icmpHeader {
 		return 0, false, nil
 	}
 
 	id = binary.BigEndian.Uint32(quoted[k.header+4:])
+	if b[0] == k.expired {
+		return id, true, ExpiredError{from}
+	}
 	const fragmentationNeeded = 4 // IPv4 reports "too big" as this code of "unreachable"
 	if b[0] == k.tooBig && (k.tooBig != k.unreachable || b[1] == fragmentationNeeded) {
 		return id, true, fmt.Errorf("%w: a router reported an MTU of %d", ErrTooBig, binary.BigEndian.Uint16(b[6:]))

@@ -49,7 +49,7 @@ func NewPinger() *Pinger {
 }
 
 // Ping sends one echo request and returns the time to its reply. It returns ErrTooBig or ErrUnreachable,
-// wrapped, if this host or a router reports that, and ErrNoSocket, wrapped, if it cannot open the socket of
+// wrapped, or an ExpiredError, if this host or a router reports that, and ErrNoSocket, wrapped, if it cannot open the socket of
 // the family. It returns another error without a reply in time, when ctx ends, and after Close.
 func (p *Pinger) Ping(ctx context.Context, to netip.Addr, path Path, timeout time.Duration) (time.Duration, error) {
 	s, err := p.socket(ctx, prefix.FamilyOf(to))

@@ -30,6 +30,7 @@ type socket struct {
 type sender struct {
 	device string
 	mode   int // see discoverMode
+	hops   int // see Path.Hops
 }
 
 // Path is the way of an echo request.
@@ -45,6 +46,7 @@ type Path struct {
 	Whole bool
 	// Split permits routers to fragment the packet. If neither is set, the kernel decides.
 	Split bool
+	Hops  int  // hop limit; 0 means the default
 	Note  Note // sent along, unless the packet is too small for it
 }
 
@@ -68,12 +70,12 @@ func openSocket(ctx context.Context, f prefix.Family, heard func(netip.Addr, Not
 	conn, err := kind.open(ctx, func(fd int) error {
 		// Without a filter each socket would also receive the requests of all peers.
 		if heard == nil {
-			return kind.filter(fd, kind.reply, kind.unreachable, kind.tooBig)
+			return kind.filter(fd, kind.reply, kind.unreachable, kind.tooBig, kind.expired)
 		}
 		if err := kind.admitNotes(fd); err != nil {
 			return err
 		}
-		return kind.filter(fd, kind.reply, kind.unreachable, kind.tooBig, kind.request)
+		return kind.filter(fd, kind.reply, kind.unreachable, kind.tooBig, kind.expired, kind.request)
 	})
 	if err != nil {
 		return nil, err
@@ -92,7 +94,7 @@ func (k icmpKind) open(ctx context.Context, set func(fd int) error) (net.PacketC
 
 // send sends an echo request with the given id. It returns EMSGSIZE, wrapped, if the packet is too big.
 func (s *socket) send(ctx context.Context, to netip.Addr, path Path, id uint32) error {
-	key := sender{path.Device, path.mode()}
+	key := sender{path.Device, path.mode(), path.Hops}
 	conn := s.senders[key]
 	if conn == nil {
 		var err error
@@ -130,6 +132,9 @@ func (s *socket) openSender(ctx context.Context, of sender) (*net.IPConn, error)
 		if err == nil && of.device != "" {
 			err = unix.BindToDevice(fd, of.device)
 		}
+		if err == nil && of.hops != 0 {
+			err = unix.SetsockoptInt(fd, s.kind.level, s.kind.hops, of.hops)
+		}
 		if err != nil {
 			return err
 		}
@@ -145,7 +150,7 @@ func (s *socket) openSender(ctx context.Context, of sender) (*net.IPConn, error)
 type reply struct {
 	ID   uint32     // of the request
 	From netip.Addr // host that has replied, or router that has reported the error
-	Err  error      // ErrTooBig or ErrUnreachable, wrapped, if a router has reported that; nil for a reply
+	Err  error      // ErrTooBig or ErrUnreachable, wrapped, or an ExpiredError, if a router has reported that; nil for a reply
 }
 
 // receive waits for an answer. It returns an error after close.
@@ -163,7 +168,7 @@ func (s *socket) receive() (reply, error) {
 		}
 		from = from.Unmap()
 
-		if id, ok, failure := s.kind.parse(buf[:size]); ok {
+		if id, ok, failure := s.kind.parse(buf[:size], from); ok {
 			return reply{id, from, failure}, nil
 		}
 		if note, ok := s.kind.noteOf(buf[:size]); ok && s.heard != nil {
