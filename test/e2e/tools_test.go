@@ -338,6 +338,20 @@ func (f toolFaults) table() []toolFault {
 			check: "icmp filtered",
 		},
 		{
+			name: "other host hides its own addresses",
+			cause: func(f toolFaults) func() {
+				ip := map[prefix.Family]string{prefix.IPv4: "ip", prefix.IPv6: "ip6"}[f.family]
+				nft(f.t, f.b.Namespace, "table inet quiet { chain in { type filter hook input priority 0 ; icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept ; "+ip+" daddr "+f.ownB.String()+" drop ; } ; }")
+				return func() { nft(f.t, f.b.Namespace, "delete table inet quiet") }
+			},
+			check: "its host gets packets through the network",
+		},
+		{
+			name: "nftables drops packets of pods in the bridge", cut: true,
+			cause:  nftFault("bridge", "chain early { type filter hook prerouting priority 0 ; policy drop ; }"),
+			doctor: "nft drops forwarded packets of pods from cni0 to " + f.dev, check: "firewall", status: "nft drops",
+		},
+		{
 			name: "store is unreachable",
 			cause: func(f toolFaults) func() {
 				f.ip("route", "add", "blackhole", f.store)
