@@ -110,7 +110,7 @@ func TestManPages(t *testing.T) {
 	root := t.TempDir()
 	command(t, "dpkg-deb", "--extract", deb, root)
 	for name, wants := range map[string][]string{
-		"man1/flannelctl.1.gz": {`.TH "FLANNELCTL" "1" "2023-11-14" "flanneld v1.2.3"`, ".TP\n\\fBmigrate plan\\fR, \\fBstart\\fR, ", "Exit code 2\n\\fBstatus\\fR: no daemon answers; ", ".TP\n\\fBstatus --wait\\fR\nwait until it is ready"},
+		"man1/flannelctl.1.gz": {`.TH "FLANNELCTL" "1" "2023-11-14" "flanneld v1.2.3"`, ".TP\n\\fBmigrate plan\\fR, \\fBstart\\fR, ", "Exit code 2\n\\fBstatus\\fR: no daemon answers, or wrong flags; ", ".TP\n\\fBstatus --wait\\fR\nwait until it is ready"},
 		"man8/flanneld.8.gz":   {`.TH "FLANNELD" "8" "2023-11-14" "flanneld v1.2.3"`, ".SS Files\n", ".TP\n\\fB--iface=NAME|IP\\fR, \\fBFLANNELD_IFACE\\fR\nInterface "},
 	} {
 		text := string(gunzip(t, read(t, filepath.Join(root, "usr/share/man", name))))

@@ -35,20 +35,6 @@ type Previous struct {
 	Warnings []string
 }
 
-// Entry returns the entry of family f; ok is false if there is none.
-func (p Previous) Entry(f prefix.Family) (e Entry, ok bool) {
-	for _, e := range p.Entries {
-		a := e.Subnet.Addr()
-		if !e.Subnet.IsValid() {
-			a = e.Network.Addr()
-		}
-		if prefix.FamilyOf(a) == f {
-			return e, true
-		}
-	}
-	return Entry{}, false
-}
-
 // Read returns the networks and subnets in the file at path. If the file or its folder
 // does not exist, there are none, and that is no error. From a damaged file Read returns
 // the valid part. It returns an error if it cannot read the file for any other reason.

@@ -12,8 +12,6 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
-
-	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
 var comparePrefixes = cmpopts.EquateComparable(netip.Prefix{})
@@ -80,10 +78,6 @@ func TestReadAfterWrite(t *testing.T) {
 	}
 	if diff := cmp.Diff(Previous{Entries: f.Entries}, got, comparePrefixes); diff != "" {
 		t.Errorf("Read (-want +got):\n%s", diff)
-	}
-	e, ok := got.Entry(prefix.IPv6)
-	if !ok || e != f.Entries[1] {
-		t.Errorf("Entry(IPv6) = %v, %v, want %v", e, ok, f.Entries[1])
 	}
 }
 
