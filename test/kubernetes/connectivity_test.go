@@ -77,8 +77,8 @@ func (c *cluster) expectConnectivity(archive string) {
 		if err := cmd.Process.Signal(syscall.SIGINT); err != nil {
 			c.t.Fatal(err)
 		}
-		if _ = cmd.Wait(); cmd.ProcessState.ExitCode() != 1 {
-			c.t.Errorf("after SIGINT: %s, want exit code 1", cmd.ProcessState)
+		if _ = cmd.Wait(); cmd.ProcessState.ExitCode() != 2 {
+			c.t.Errorf("after SIGINT: %s, want exit code 2", cmd.ProcessState)
 		}
 		c.expectNoTestPods()
 	}
