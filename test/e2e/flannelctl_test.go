@@ -434,6 +434,9 @@ func TestFlannelctlCheck(t *testing.T) {
 			nft(t, b, "delete table inet broken")
 		}
 		nft(t, b, "table inet broken { chain in { type filter hook input priority 0 ; meta l4proto tcp drop ; } ; }")
+		expectFlannelctl(t, l.Host(1), []string{"check"}, "unknown ", "a firewall there drops those to its own addresses")
+		nft(t, b, "delete table inet broken")
+		nft(t, b, "table inet broken { chain early { type filter hook prerouting priority -300 ; meta l4proto tcp drop ; } ; }")
 		expectFlannelctlFails(t, l.Host(1), []string{"check"}, "checksum ", "ChecksumOffload", "2 of 2 ways are broken")
 	})
 }

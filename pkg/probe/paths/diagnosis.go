@@ -66,8 +66,9 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 		return v
 	}
 
+	silent := v.Broken == Tunnel && outerErr == nil && !errors.Is(err, ping.ErrUnreachable)
 	switch {
-	case (v.Broken == Tunnel && outerErr == nil || v.Broken == Checksum) && s.forwards(ctx, p, v.Broken == Checksum):
+	case (silent || v.Broken == Checksum) && s.forwards(ctx, p, v.Broken == Checksum):
 		return fail(Unknown, err, fmt.Sprintf("%s does not answer, but its host gets packets through the network: a firewall there drops those to its own addresses, and may drop those to pods (flannelctl doctor on that host names it)", inner))
 	case v.OK && v.Advice != "":
 		v.Advice = inner.String() + " " + v.Advice
