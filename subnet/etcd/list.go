@@ -83,7 +83,7 @@ func (m *Manager) listAt(ctx context.Context, revision int64) (listing, error) {
 			options = append(options, clientv3.WithRev(l.store.Revision), clientv3.WithSerializable())
 			m.client.hosts.Store(page.Count)
 			pages := time.Duration(page.Count/pageSize + 1)
-			if time.Since(began) < m.timing.page/10/pages {
+			if !m.slow.Load() && time.Since(began) < m.timing.page/10/pages {
 				options = append(options, clientv3.WithLimit(0)) // the link and the store are quick enough to read the rest at once
 			}
 		}
