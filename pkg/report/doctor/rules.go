@@ -45,7 +45,7 @@ func (h Facts) dockers(found finder) {
 func (h Facts) blocks(found finder) {
 	for _, b := range h.Blocks {
 		if b.In != "" && b.Out == "" && b.Protocol == firewall.TCP {
-			found(note(fmt.Sprintf("%s drops TCP packets of other hosts to %s in chain %s of table %s: %s: flannelctl check there calls the path broken, although pods are reached", b.Program, b.Dst, b.Chain, b.Table, b.Rule), h.accept(b)))
+			found(note(fmt.Sprintf("%s drops TCP packets of other hosts to %s in chain %s of table %s: %s: flannelctl check there cannot tell whether the path works, although pods are reached", b.Program, b.Dst, b.Chain, b.Table, b.Rule), h.accept(b)))
 			continue
 		}
 		kind := "packets"
