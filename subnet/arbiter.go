@@ -71,9 +71,22 @@ func NewArbiter(cfg Config, own Claimant) *Arbiter {
 // SetOwn replaces this host's lease. It does not decide again about others.
 func (a *Arbiter) SetOwn(own Claimant) { a.own = own }
 
-// Reset replaces all claimants and decides about each of them. Each step gets only what the step before
-// has not refused. So a lease that a step refuses takes nothing from others in a later one.
+// Reset replaces all claimants and decides about each of them.
 func (a *Arbiter) Reset(all []Claimant) {
+	all = slices.Clone(all)
+	slices.SortFunc(all, func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) })
+
+	// In nearly all clusters no lease contradicts another one. Then it is enough to go through them once.
+	a.clear(all)
+	if !slices.ContainsFunc(all, func(c Claimant) bool { return !a.admit(c) }) {
+		return
+	}
+	a.clear(all)
+	a.settle(all)
+}
+
+// clear forgets all claimants, and makes room for new ones.
+func (a *Arbiter) clear(all []Claimant) {
 	a.prefixes = new(prefixTable)
 	a.shared = sharedPublicIPs{}
 	a.identities = make(map[string]string, numIdentities(all))
@@ -81,9 +94,12 @@ func (a *Arbiter) Reset(all []Claimant) {
 	a.identitiesOf = make(map[string][]string, numIdentities(all))
 	a.contested = map[string]Claimant{}
 	a.refused = map[string][]string{}
+}
 
-	all = slices.Clone(all)
-	slices.SortFunc(all, func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) })
+// settle decides about all claimants, of which some contradict each other. The oldest lease comes first in
+// all. Each step gets only what the step before has not refused. So a lease that a step refuses takes
+// nothing from others in a later one.
+func (a *Arbiter) settle(all []Claimant) {
 	addresses := new(prefixTable)
 	for i, c := range all {
 		all[i] = a.checkAlone(c)
@@ -225,8 +241,7 @@ func (a *Arbiter) admit(c Claimant) bool {
 }
 
 // settleSubnets refuses the subnets that overlap one of an older lease, and those that contain one of
-// the public addresses although hosts get no subnets there. It returns a table of the others. The oldest
-// lease comes first in all.
+// the public addresses although hosts get no subnets there. It returns a table of the others.
 func (a *Arbiter) settleSubnets(all []Claimant, addresses *prefixTable) *prefixTable {
 	subnets := new(prefixTable)
 	for i, c := range all {
