@@ -72,9 +72,7 @@ func (l *Ledger) First(n int) []*Lease {
 	first := make([]*Lease, 0, n+1)
 	for _, peer := range l.peers {
 		at, _ := slices.BinarySearchFunc(first, peer.Key, func(a *Lease, key string) int { return cmp.Compare(a.Key, key) })
-		if at < n {
-			first = slices.Insert(first, at, peer.Lease)[:min(len(first)+1, n)]
-		}
+		first = slices.Insert(first, at, peer.Lease)[:min(len(first)+1, n)]
 	}
 	return first
 }
