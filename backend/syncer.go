@@ -27,8 +27,8 @@ type SyncerConfig struct {
 	Network Network
 	Ledger  *subnet.Ledger // owned by the Syncer
 	Resync  time.Duration  // maximum time between two passes
-	// Broadcasts returns the broadcast addresses of the networks to which this host belongs. If it is nil,
-	// there are none.
+	// Broadcasts returns the broadcast addresses of the networks to which this host belongs. It is called
+	// before all leases are checked, and otherwise once in Resync. If it is nil, there are none.
 	Broadcasts func() []netip.Addr
 	// Migrated is set if hosts of the network may use another backend because of a migration.
 	// Pass.OneBackend then tells when they have left it. If Migrated is not set, no lease is decoded
@@ -66,6 +66,7 @@ type Syncer struct {
 	kernel   map[string]string // reasons why the network refused peers, by lease key
 	err      error             // error of the last pass
 	lastSync time.Time         // time of the last successful pass
+	lastRead time.Time         // time of the last call of Broadcasts
 	log      syncLog
 	repairs  *loglimit.Repairs
 	retry    wait.Backoff // pauses before further passes for refusals whose cause may disappear
@@ -232,8 +233,10 @@ func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 		}
 	}
 	set.Changed = append(set.Changed, present...)
-	if s.Broadcasts != nil && (set.All || len(set.Changed) > 0) {
+	// To list the addresses of this host can take longer than the rest of a pass. They rarely change.
+	if now := time.Now(); s.Broadcasts != nil && (set.All || now.Sub(s.lastRead) >= s.Resync) {
 		s.arbiter.Broadcasts = s.Broadcasts()
+		s.lastRead = now
 	}
 
 	for _, key := range set.Changed {

@@ -693,24 +693,46 @@ func TestTemporaryRefusalIsRetried(t *testing.T) {
 }
 
 // TestBroadcastAddressIsRefused checks that a peer whose public address is a broadcast address of this host
-// is refused, and that the owner of the Syncer learns it.
+// is refused, that the owner of the Syncer learns it, and that a change of one lease does not read the
+// addresses again until the interval between passes is over.
 func TestBroadcastAddressIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var told []string
+		broadcast := netip.MustParseAddr("192.168.77.2")
+		reads := 0
 		s := backend.NewSyncer(backend.SyncerConfig{
 			Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}, BackendType: "test"},
 			Own:    lease(1, "one"), Network: &network{}, Ledger: &subnet.Ledger{}, Resync: time.Hour,
-			Broadcasts: func() []netip.Addr { return []netip.Addr{netip.MustParseAddr("192.168.77.2")} },
-			OnRefused:  func(key, reason string) { told = append(told, key+": "+reason) },
+			Broadcasts: func() []netip.Addr {
+				reads++
+				return []netip.Addr{broadcast}
+			},
+			OnRefused: func(key, reason string) { told = append(told, key+": "+reason) },
 		})
 		ctx, cancel := context.WithCancel(t.Context())
 		var running sync.WaitGroup
 		running.Go(func() { _ = s.Run(ctx) })
+		defer running.Wait()
+		defer cancel()
+
 		s.Publish(fullUpdate(snapshot(2, lease(2, "two"), lease(3, "three"))))
-		synctest.Wait()
-		cancel()
-		running.Wait()
-		if want := "host2: 10.5.2.0/24 has public IP 192.168.77.2, which is a broadcast address"; len(told) != 1 || told[0] != want {
+		advance(time.Minute)
+		before := reads
+		s.Publish(deltaUpdate(3, []subnet.Lease{lease(4, "four")}))
+		advance(time.Minute)
+		if reads != before {
+			t.Errorf("a change of one lease reads the addresses of this host")
+		}
+
+		broadcast = netip.MustParseAddr("192.168.77.5")
+		advance(time.Hour)
+		s.Publish(deltaUpdate(4, []subnet.Lease{lease(5, "five")}))
+		advance(time.Minute)
+		want := []string{
+			"host2: 10.5.2.0/24 has public IP 192.168.77.2, which is a broadcast address",
+			"host5: 10.5.5.0/24 has public IP 192.168.77.5, which is a broadcast address",
+		}
+		if !slices.Equal(told, want) {
 			t.Errorf("refused: %q, want %q", told, want)
 		}
 	})
