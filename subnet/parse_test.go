@@ -202,6 +202,13 @@ func TestParseConfigRefuses(t *testing.T) {
 	}
 }
 
+// TestNoNetwork checks that a configuration without any network is not advised to be one for IPv6 alone.
+func TestNoNetwork(t *testing.T) {
+	if _, err := subnet.ParseConfig([]byte(`{}`)); err == nil || strings.Contains(err.Error(), "EnableIPv4") {
+		t.Errorf("error is %v", err)
+	}
+}
+
 func checkInvalid(t *testing.T, input string, err error, want string) {
 	t.Helper()
 	if err == nil || !strings.Contains(err.Error(), want) || !errors.Is(err, subnet.ErrInvalidConfig) {
