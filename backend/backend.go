@@ -78,9 +78,9 @@ type Env struct {
 	// Recalled is set if the network starts from the last known state, because the store has not
 	// answered yet. Its configuration may no longer be in use.
 	Recalled bool
-	// NewReconciler returns the Reconciler for the backend's network. If it is nil, the network
-	// creates one. It is set if two backends share one Reconciler, as in a migration.
-	NewReconciler func(dataplane.Scope) (Reconciler, error)
+	// Part returns the Programmer of the backend's network. It is set if the backend shares one with
+	// another, as in a migration.
+	Part func(context.Context) *Programmer
 }
 
 // Locals returns the local addresses of the external interface: one for each enabled family, IPv4
@@ -297,23 +297,4 @@ func (o *Outcome) Add(other Outcome) {
 	o.Retry = o.Retry || other.Retry
 	o.Again = least.Of(o.Again, other.Again)
 	o.Repaired += other.Repaired
-}
-
-// Reconciler makes the kernel's state equal to a wanted state. Its methods have the
-// contract of dataplane.Reconciler.
-type Reconciler interface {
-	Reconcile(ctx context.Context, want dataplane.State, sweep bool) (dataplane.Report, error)
-	Update(ctx context.Context, removed, added []dataplane.Object, sweep bool) (dataplane.Report, error)
-	Has(o dataplane.Object) bool
-	Counts() map[string]dataplane.Count
-	Changed() <-chan struct{}
-	Close() error
-}
-
-// Sweeper is a Reconciler that can delete single objects before all peers are known, like
-// dataplane.Reconciler. The Reconciler that a migration gives to its backends is not a Sweeper,
-// because the migration decides what is deleted.
-type Sweeper interface {
-	Reconciler
-	SweepAt(objects ...dataplane.Object)
 }

@@ -97,17 +97,12 @@ func (b *CloudBackend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Cla
 
 // Start implements Backend.
 func (b *CloudBackend) Start(ctx context.Context, own subnet.Lease) (Network, error) {
-	reconciler, err := b.Env.Reconciler(ctx, b.Scope())
+	p, err := b.Env.Programmer(ctx, b.Scope())
 	if err != nil {
 		return nil, err
 	}
-	n := &cloudNetwork{
-		CloudBackend: b, Notifier: NewNotifier(ctx),
-		Programmer: &Programmer{Base: b.Env.Base(own), Reconciler: reconciler},
-	}
-	n.Forward(reconciler.Changed())
-	n.RouteKeeper = b.StartKeeper(own, n.Notifier)
-	return n, nil
+	p.Base = b.Env.Base(own)
+	return &cloudNetwork{b, p, b.StartKeeper(own, p.Notifier)}, nil
 }
 
 // StartKeeper starts a goroutine that keeps the routes of the cloud to this host right, until n is closed. The goroutine
@@ -156,7 +151,6 @@ func (r *RouteKeeper) CloudRoutes() cloud.Report {
 type cloudNetwork struct {
 	*CloudBackend
 	*Programmer
-	*Notifier
 	*RouteKeeper
 }
 
@@ -214,10 +208,4 @@ func cloudHost(l *subnet.Lease) cloud.Host {
 		h.Addresses = append(h.Addresses, e.PublicIP)
 	}
 	return h
-}
-
-// Close implements Network.
-func (n *cloudNetwork) Close() error {
-	n.Notifier.Close()
-	return n.Reconciler.Close()
 }

@@ -71,23 +71,20 @@ func TestInspectReportsTheError(t *testing.T) {
 func TestProgrammerReportsObjects(t *testing.T) {
 	kernel := dataplanetest.New()
 	scope := dataplane.Scope{Devices: []string{"flannel.1"}, Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}}
-	rec, err := dataplane.NewReconciler(dataplane.Config{Kernel: kernel, Scope: scope, Resync: time.Hour})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer rec.Close()
+	p := newProgrammer(t, kernel, scope, time.Hour)
 	base := dataplane.NewState()
 	base.Add(dataplane.Link{Name: "flannel.1", Kind: "vxlan", MTU: 1450, Up: true, MAC: dataplane.MAC{2, 1},
 		VXLAN: dataplane.VXLAN{VNI: 1, Port: 8472, Local: netip.MustParseAddr("192.168.77.1"), Underlay: "eth0"}})
 	neigh := func(l subnet.Lease) dataplane.Neigh {
 		return dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: "flannel.1", IP: l.Endpoints[0].Subnet.Addr()}, MAC: dataplane.MAC{2, 9}}
 	}
-	p := &backend.Programmer{Base: base, Reconciler: rec, Desired: func(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
+	p.Base = base
+	p.Desired = func(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 		if l.Key == "host9" {
 			return nil, errors.New("no")
 		}
 		return []dataplane.Object{neigh(l)}, nil
-	}}
+	}
 	peer := lease(2, "two")
 	if _, err := p.Sync(t.Context(), backend.Set{Leases: map[string]*subnet.Lease{"host2": &peer}, All: true, Complete: true}); err != nil {
 		t.Fatal(err)

@@ -8,8 +8,6 @@ import (
 	"net/netip"
 	"slices"
 
-	"github.com/flanneld/flanneld/pkg/base/oneline"
-	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/probe/pathmtu"
 	"github.com/flanneld/flanneld/subnet"
@@ -20,34 +18,12 @@ import (
 // drops large echo requests. Over IPv6 the least MTU is that of Family.MinMTU.
 const leastPathMTU = 576
 
-// narrowing is a Reconciler that also finds the MTUs of the paths to peers. A Programmer that has a
-// narrowing sets the MTU of each narrow path on the route to the peer. All other routes get no MTU.
-type narrowing struct {
-	Reconciler
-	scope    dataplane.Scope
-	notifier *Notifier
-	prober   *pathmtu.Prober
-}
-
-// Reconciler returns a Reconciler for scope. The caller closes it. With ProbesMTU it also finds the
-// MTUs of the paths to peers, which a Programmer writes into their routes.
-func (e Env) Reconciler(ctx context.Context, scope dataplane.Scope) (r Reconciler, err error) {
-	if e.NewReconciler != nil {
-		r, err = e.NewReconciler(scope)
-	} else {
-		r, err = dataplane.NewReconciler(dataplane.Config{Kernel: e.Kernel, Scope: scope, Resync: e.Resync})
-	}
-	if err != nil || !e.ProbesMTU {
-		return r, err
-	}
-	return e.narrowing(ctx, r, scope)
-}
-
-// narrowing wraps r, which it closes if it fails.
-func (e Env) narrowing(ctx context.Context, r Reconciler, scope dataplane.Scope) (Reconciler, error) {
+// probe makes p find the MTUs of the paths to peers, and set the MTU of each narrow path on the route to the peer. All
+// other routes get no MTU.
+func (e Env) probe(ctx context.Context, p *Programmer, scope dataplane.Scope) error {
 	have, err := e.Kernel.Read(ctx, scope)
 	if err != nil {
-		return nil, oneline.Join(fmt.Errorf("read kernel state: %w", err), r.Close())
+		return fmt.Errorf("read kernel state: %w", err)
 	}
 	// After a restart the paths keep the MTUs that this daemon's routes have in the kernel.
 	before := map[netip.Prefix]int{}
@@ -57,8 +33,7 @@ func (e Env) narrowing(ctx context.Context, r Reconciler, scope dataplane.Scope)
 		}
 	}
 
-	n := &narrowing{Reconciler: r, scope: scope, notifier: NewNotifier(ctx)}
-	c := pathmtu.Config{Limit: e.PathLimit, Before: before, Resized: n.notifier.Notify}
+	c := pathmtu.Config{Limit: e.PathLimit, Before: before, Resized: p.Notify}
 	if c.Limit == nil {
 		c.Limit = pathmtu.NewLimit()
 	}
@@ -67,55 +42,52 @@ func (e Env) narrowing(ctx context.Context, r Reconciler, scope dataplane.Scope)
 			e.Warn("FlannelPathMTU", fmt.Sprintf("%s at %s carries packets of up to %d bytes, before %d, of %d: %s", c.Subnet, c.PublicIP, c.Now, c.Before, c.Full, c.Key))
 		}
 	}
-
-	n.prober = pathmtu.NewProber(c)
-	n.notifier.Forward(r.Changed())
-	n.notifier.Go(n.prober.Run)
-	return n, nil
+	p.prober = pathmtu.NewProber(c)
+	p.Go(p.prober.Run)
+	return nil
 }
 
-// Changed implements Reconciler.
-func (n *narrowing) Changed() <-chan struct{} { return n.notifier.Changed() }
-
-// Close implements Reconciler.
-func (n *narrowing) Close() error {
-	n.notifier.Close()
-	return n.Reconciler.Close()
-}
-
-// changed adds the keys of the peers with a path whose MTU has changed since the last call.
-func (n *narrowing) changed(keys []string) []string {
-	all := slices.Clone(keys) // they belong to the caller of Sync
-	for _, key := range n.prober.Take() {
-		if !slices.Contains(keys, key) {
+// WithResized returns peers with further keys in Changed: those of the peers with a path whose MTU
+// has changed since the last call. Sync calls it. A network that reads Changed itself before it
+// calls Sync must call WithResized first, and pass the result to Sync.
+func (p *Programmer) WithResized(peers Set) Set {
+	if p.prober == nil {
+		return peers
+	}
+	all := slices.Clone(peers.Changed) // they belong to the caller of Sync
+	for _, key := range p.prober.Take() {
+		if !slices.Contains(peers.Changed, key) {
 			all = append(all, key)
 		}
 	}
-	return all
+	peers.Changed = all
+	return peers
 }
 
-// narrow sets the MTUs of narrow paths on the routes in objects, whose array it may change. It is
-// safe for concurrent use.
-func (n *narrowing) narrow(l subnet.Lease, objects []dataplane.Object, base dataplane.State) []dataplane.Object {
+// PathMTU implements PathSizer.
+func (p *Programmer) PathMTU(subnet netip.Prefix) int {
+	if p.prober == nil {
+		return 0
+	}
+	return p.prober.Size(subnet)
+}
+
+// narrow sets the MTUs of narrow paths on the routes in objects, whose array it may change. There may be only one route
+// to the whole network. A subnet with a narrow path then gets a route of its own. narrow is safe for concurrent use.
+func (p *Programmer) narrow(l subnet.Lease, objects []dataplane.Object) []dataplane.Object {
 	var paths []pathmtu.Path
 	var routes []dataplane.Route
 	for _, e := range l.Endpoints {
-		r, ok := routeTo(e.Subnet, objects)
-		if !ok {
-			// There may be only one route to the whole network. A subnet with a narrow path then
-			// gets a route of its own.
-			r, ok = n.wide(e.Subnet, base)
-		}
-		path, onDevice := pathBy(r, e, base)
-		if ok && onDevice {
+		r, _ := p.routeTo(e.Subnet, objects)
+		if path, ok := pathBy(r, e, p.Base); ok {
 			paths = append(paths, path)
 			routes = append(routes, r)
 		}
 	}
 
-	n.prober.Aim(l.Key, paths) // and no longer at former paths to the peer
+	p.prober.Aim(l.Key, paths) // and no longer at former paths to the peer
 	for i, r := range routes {
-		mtu := n.prober.Size(paths[i].Subnet)
+		mtu := p.prober.Size(paths[i].Subnet)
 		if mtu == 0 {
 			continue
 		}
@@ -124,30 +96,6 @@ func (n *narrowing) narrow(l subnet.Lease, objects []dataplane.Object, base data
 		objects = append(objects, r)
 	}
 	return objects
-}
-
-func routeTo(dst netip.Prefix, objects []dataplane.Object) (dataplane.Route, bool) {
-	for _, o := range objects {
-		if r, ok := o.(dataplane.Route); ok && r.Dst == dst {
-			return r, true
-		}
-	}
-	return dataplane.Route{}, false
-}
-
-// wide makes a route to dst alone, through the device of base's route to the network around it.
-func (n *narrowing) wide(dst netip.Prefix, base dataplane.State) (dataplane.Route, bool) {
-	for _, network := range n.scope.Networks {
-		if !prefix.Contains(network, dst) {
-			continue
-		}
-		for _, r := range base.Routes[network] {
-			if r.Type == dataplane.Unicast {
-				return dataplane.NewRoute(dst, netip.Addr{}, r.Dev, false), true
-			}
-		}
-	}
-	return dataplane.Route{}, false
 }
 
 // pathBy returns the path that packets of route r take to endpoint e. ok is false if the echo

@@ -127,12 +127,11 @@ func TestAdoptsPathMTUs(t *testing.T) {
 			}
 			scope := dataplane.Scope{Devices: []string{device.Name}, Networks: []netip.Prefix{network}}
 			start := func() *backend.Programmer {
-				r, err := env.Reconciler(t.Context(), scope)
+				p, err := env.Programmer(t.Context(), scope)
 				if err != nil {
 					t.Fatal(err)
 				}
-				t.Cleanup(func() { _ = r.Close() })
-				p := &backend.Programmer{Base: dataplane.NewState(), Reconciler: r}
+				t.Cleanup(func() { _ = p.Close() })
 				p.Base.Add(device, dataplane.Addr{Dev: device.Name, Prefix: netip.MustParsePrefix("10.5.1.0/32")})
 				if wide {
 					p.Base.Add(dataplane.NewRoute(network, netip.Addr{}, device.Name, false))

@@ -42,12 +42,7 @@ func TestConflictWithRouteOfAllPeers(t *testing.T) {
 				t.Fatal(err)
 			}
 			scope := dataplane.Scope{Devices: []string{ours.Name}, Networks: []netip.Prefix{network}}
-			rec, err := dataplane.NewReconciler(dataplane.Config{Kernel: kernel, Scope: scope, Resync: time.Hour})
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer rec.Close()
-			p := &backend.Programmer{Base: dataplane.NewState(), Reconciler: rec}
+			p := newProgrammer(t, kernel, scope, time.Hour)
 			p.Base.Add(ours, dataplane.NewRoute(network, netip.Addr{}, ours.Name, false))
 			expect := func(what, want string, o backend.Outcome, err error) {
 				t.Helper()
@@ -287,13 +282,21 @@ func (p programmed) Close() error             { return p.Programmer.Close() }
 func programmer(t *testing.T, k dataplane.Kernel, resync time.Duration) *backend.Programmer {
 	t.Helper()
 	scope := dataplane.Scope{Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, Shared: []string{"eth0"}}
-	rec, err := dataplane.NewReconciler(dataplane.Config{Kernel: k, Scope: scope, Resync: resync})
+	p := newProgrammer(t, k, scope, resync)
+	p.Desired = func(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
+		e := l.Endpoints[0]
+		return []dataplane.Object{dataplane.NewRoute(e.Subnet, e.PublicIP, "eth0", false)}, nil
+	}
+	return p
+}
+
+// newProgrammer returns a Programmer that wants nothing yet.
+func newProgrammer(t *testing.T, k dataplane.Kernel, scope dataplane.Scope, resync time.Duration) *backend.Programmer {
+	t.Helper()
+	p, err := backend.Env{Kernel: k, Resync: resync}.Programmer(t.Context(), scope)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = rec.Close() })
-	return &backend.Programmer{Base: dataplane.NewState(), Reconciler: rec, Desired: func(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
-		e := l.Endpoints[0]
-		return []dataplane.Object{dataplane.NewRoute(e.Subnet, e.PublicIP, "eth0", false)}, nil
-	}}
+	t.Cleanup(func() { _ = p.Close() })
+	return p
 }

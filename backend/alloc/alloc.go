@@ -41,11 +41,12 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 
 // Start implements backend.Backend.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	reconciler, err := b.env.Reconciler(ctx, b.Scope())
+	p, err := b.env.Programmer(ctx, b.Scope())
 	if err != nil {
 		return nil, err
 	}
-	return &network{b, &backend.Programmer{Base: b.env.Base(own), Reconciler: reconciler}}, nil
+	p.Base = b.env.Base(own)
+	return &network{b, p}, nil
 }
 
 // network implements backend.Network.

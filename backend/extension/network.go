@@ -92,7 +92,6 @@ func (n *network) MTU() int { return n.env.Underlay.MTU }
 // the context of Sync, which kills these commands.
 func (n *network) Close() error {
 	n.workers.Wait()
-	n.Notifier.Close()
 	return n.kernel.Close()
 }
 

@@ -33,16 +33,12 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	store.setSetup(s)
 	store.flush(ctx)
 	b.host.timeout.Store(int64(b.config.timeout))
-	reconciler, err := b.env.Reconciler(ctx, b.Scope())
+	p, err := b.env.Programmer(ctx, b.Scope())
 	if err != nil {
 		return nil, err
 	}
-	n := &network{
-		Backend: b, Notifier: backend.NewNotifier(ctx), setup: s.Number, running: map[string]bool{}, failures: map[string]failure{},
-		kernel: &backend.Programmer{Base: b.env.Base(own), Reconciler: reconciler},
-	}
-	n.Forward(reconciler.Changed())
-	return n, nil
+	p.Base = b.env.Base(own)
+	return &network{Backend: b, Notifier: p.Notifier, kernel: p, setup: s.Number, running: map[string]bool{}, failures: map[string]failure{}}, nil
 }
 
 // Values of the IPv6 variables of PostStartupCommand and ShutdownCommand on a host without

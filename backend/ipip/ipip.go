@@ -128,18 +128,18 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err := b.checkDeviceNames(ctx); err != nil {
 		return nil, err
 	}
-	reconciler, err := b.env.Reconciler(ctx, b.Scope())
+	p, err := b.env.Programmer(ctx, b.Scope())
 	if err != nil {
 		return nil, err
 	}
 
-	n := &network{Backend: b, Programmer: &backend.Programmer{
-		Base: base, Desired: b.desired, Volatile: b.config.DirectRouting, Reconciler: reconciler,
-	}}
-	if err := n.SetUp(ctx); err != nil {
-		return nil, oneline.Join(fmt.Errorf("set up ipip devices: %w", err), reconciler.Close())
+	p.Base = base
+	p.Desired = b.desired
+	p.Volatile = b.config.DirectRouting
+	if err := p.SetUp(ctx); err != nil {
+		return nil, oneline.Join(fmt.Errorf("set up ipip devices: %w", err), p.Close())
 	}
-	return n, nil
+	return &network{b, p}, nil
 }
 
 func (b *Backend) checkDeviceNames(ctx context.Context) error {

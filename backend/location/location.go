@@ -8,7 +8,6 @@
 //   - data.go is what a host publishes about its location, and is pure.
 //   - network.go is the Network, which decides about each peer.
 //   - rivals.go finds peers that the backend inside could mix up.
-//   - joint.go lets both backends change the kernel through one Reconciler.
 //
 // The backend between locations serves all peers, and has one route to the whole network. The
 // backend inside of the location has a route to the subnet of each of its peers, with a longer
@@ -28,30 +27,36 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
+// The two backends, as parts of the Programmer.
+const (
+	between = iota
+	inside
+)
+
 // Backend implements backend.Backend with one backend between locations and one inside of them.
 type Backend struct {
 	env     backend.Env
 	between backend.Backend
 	inside  backend.Backend
 	sides   struct{ between, inside backend.Side }
-	digest  string // of the configuration of the backend inside
-	joint   *joint // of the network that was started last
+	digest  string              // of the configuration of the backend inside
+	kernel  *backend.Programmer // of the network that was started last
 }
 
 // New creates the backend of a network with locations. See backend.Locate.
-func New(env backend.Env, same backend.SameLocation, between, inside func(backend.Env) (backend.Backend, []string, error)) (backend.Backend, []string, error) {
+func New(env backend.Env, same backend.SameLocation, newBetween, newInside func(backend.Env) (backend.Backend, []string, error)) (backend.Backend, []string, error) {
 	b := &Backend{env: env, digest: digest(same)}
 	half := env
-	half.NewReconciler = func(dataplane.Scope) (backend.Reconciler, error) { return b.joint.between, nil }
+	half.Part = func(ctx context.Context) *backend.Programmer { return b.kernel.NewPart(ctx, between) }
 	var err error
 	var warnings, more []string
-	if b.between, warnings, err = between(half); err != nil {
+	if b.between, warnings, err = newBetween(half); err != nil {
 		return nil, nil, err
 	}
 
-	half.NewReconciler = func(dataplane.Scope) (backend.Reconciler, error) { return b.joint.inside, nil }
+	half.Part = func(ctx context.Context) *backend.Programmer { return b.kernel.NewPart(ctx, inside) }
 	half.Underlay = withoutNAT(env.Underlay)
-	if b.inside, more, err = inside(half); err != nil {
+	if b.inside, more, err = newInside(half); err != nil {
 		return nil, nil, fmt.Errorf("SameLocation: %w", err)
 	}
 	for _, w := range more {

@@ -7,6 +7,7 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"slices"
 
 	"k8s.io/klog/v2"
 
@@ -22,8 +23,8 @@ import (
 // network implements backend.Network.
 type network struct {
 	*Backend
-	*backend.Notifier
-	joint   *joint
+	*backend.Programmer // which the two backends share
+
 	running struct {
 		between backend.Network
 		inside  backend.Network // nil if this host has no location
@@ -41,17 +42,19 @@ type network struct {
 // Start implements backend.Backend. A host without a location does not start the backend inside,
 // because no peer sends to it by that backend.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	reconciler, err := b.env.Reconciler(ctx, b.Scope())
+	kernel, err := b.env.Programmer(ctx, b.Scope())
 	if err != nil {
 		return nil, err
 	}
-	b.joint = newJoint(reconciler)
+	kernel.Share(ctx, func(key string) []dataplane.Object {
+		return slices.Concat(kernel.Parts[between].Wanted(key), kernel.Parts[inside].Wanted(key))
+	})
+	b.kernel = kernel
 	n := &network{
-		Backend: b, Notifier: backend.NewNotifier(ctx), joint: b.joint, limit: loglimit.NewChanges(loglimit.Burst),
+		Backend: b, Programmer: kernel, limit: loglimit.NewChanges(loglimit.Burst),
 		rivals: newRivals(), peers: map[string]string{}, near: map[string]*subnet.Lease{}, failed: map[string]string{},
 	}
 
-	n.Forward(reconciler.Changed())
 	if err := n.start(ctx, own); err != nil {
 		return nil, oneline.Join(err, n.Close())
 	}
@@ -101,65 +104,52 @@ func (n *network) Published(c subnet.Claim) {
 // are unusable, the backend between locations serves the peer.
 func (n *network) Check(l subnet.Lease) ([]string, error) { return n.running.between.Check(l) }
 
-// Sync implements backend.Network. The backend between locations comes first, because it must be
-// able to carry the packets when a route inside is deleted.
+// Sync implements backend.Network. Both backends state what they want before anything is written.
 func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, error) {
 	keys := n.rivals.change(backend.KeysToSync(set, n.peers), func(key string) candidate { return n.examine(set.Leases[key]) })
 	for _, key := range keys {
 		n.choose(ctx, key, set.Leases[key])
 	}
-	out, err := n.running.between.Sync(ctx, set)
-	err = oneline.Join(err, n.syncInside(ctx, set, keys, &out))
-	if set.All || out.Repaired > 0 {
-		n.filter.Loosen(ctx, n.Scope().Devices, n.env.Underlay.Name, "so that packets are lost while a peer changes its location")
-	}
-	return out, err
-}
 
-// syncInside makes the backend inside serve the chosen peers, and adds the result to out.
-func (n *network) syncInside(ctx context.Context, set backend.Set, keys []string, out *backend.Outcome) error {
+	out, err := n.running.between.Sync(ctx, set)
+	if n.running.inside != nil {
+		near := set
+		near.Leases = n.near
+		near.Changed = keys
+		more, failed := n.running.inside.Sync(ctx, near)
+		out.Add(more)
+		err = oneline.Join(err, failed)
+	}
+
 	if !set.Complete {
 		n.leaveInside(set, keys)
 	}
-
-	began := set.Complete && !n.joint.complete
-	n.joint.complete = set.Complete
-	if n.running.inside == nil {
-		// This host has no location. All there is to do is to delete what an earlier process has left.
-		if set.Complete && !began {
-			return nil
-		}
-		report, err := n.joint.Update(ctx, nil, nil, set.Complete)
-		out.Repaired += report.Repaired
-		return err
+	written, failed := n.Programmer.Sync(ctx, set)
+	out.Add(written)
+	n.noteFailed(ctx, written.Refused)
+	if set.All || out.Repaired > 0 {
+		n.filter.Loosen(ctx, n.Scope().Devices, n.env.Underlay.Name, "so that packets are lost while a peer changes its location")
 	}
+	return out, oneline.Join(err, failed)
+}
 
-	set.Leases = n.near
-	set.Changed = keys
-	more, err := n.running.inside.Sync(ctx, set)
-	out.Add(more)
-
-	// A peer without a route inside is not refused, because the backend between locations serves it.
+// noteFailed records the peers without a route inside. They are not refused, because the backend between locations
+// serves them.
+func (n *network) noteFailed(ctx context.Context, refused []subnet.Refusal) {
 	before := n.failed
 	n.failed = map[string]string{}
-	for _, r := range more.Refused {
+	for _, r := range refused {
 		n.failed[r.Key] = r.Reason
 		if before[r.Key] != r.Reason {
 			n.log(ctx, r.Key, r.Reason)
 		}
 	}
-	return err
 }
 
 // leaveInside makes the next change delete routes that an earlier process has left to peers that are
 // not served inside, so that packets to them do not continue in clear text. Routes to unknown peers
 // stay until all peers are known.
 func (n *network) leaveInside(set backend.Set, keys []string) {
-	sweeper, ok := n.joint.Reconciler.(backend.Sweeper)
-	if !ok {
-		return // in a migration, which decides itself what is deleted
-	}
-
 	var routes []dataplane.Object
 	for _, key := range keys {
 		if l := set.Leases[key]; l != nil && n.near[key] == nil {
@@ -168,7 +158,7 @@ func (n *network) leaveInside(set backend.Set, keys []string) {
 			}
 		}
 	}
-	sweeper.SweepAt(routes...)
+	n.SweepAt(routes...) // in a migration this does nothing, because the migration decides what is deleted
 }
 
 // examine returns the zero candidate if the peer has gone, and l is nil, or if this host has no location.
@@ -237,7 +227,6 @@ func (n *network) Report() backend.NetworkReport {
 	}
 
 	r := backend.Report(n.running.between)
-	r.Counts = n.joint.Counts()
 	r.Location = ways
 	return r
 }
@@ -260,5 +249,5 @@ func (n *network) Close() error {
 			errs = append(errs, part.Close())
 		}
 	}
-	return oneline.Join(append(errs, n.joint.Close())...)
+	return oneline.Join(append(errs, n.Programmer.Close())...)
 }

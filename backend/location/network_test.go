@@ -47,7 +47,7 @@ func (e *encrypted) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, e
 }
 
 func (e *encrypted) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	r, err := e.env.Reconciler(ctx, e.Scope())
+	p, err := e.env.Programmer(ctx, e.Scope())
 	if err != nil {
 		return nil, err
 	}
@@ -57,7 +57,8 @@ func (e *encrypted) Start(ctx context.Context, own subnet.Lease) (backend.Networ
 	base.Add(link,
 		dataplane.Addr{Dev: device, Prefix: prefix.Host(own.Endpoints[0].Subnet.Addr())},
 		dataplane.NewRoute(e.env.Config.Networks[0].Prefix, netip.Addr{}, device, false))
-	n := &encryptedNetwork{encrypted: e, Programmer: &backend.Programmer{Base: base, Reconciler: r}, republish: wait.NewSignal()}
+	p.Base = base
+	n := &encryptedNetwork{encrypted: e, Programmer: p, republish: wait.NewSignal()}
 	return n, n.SetUp(ctx)
 }
 

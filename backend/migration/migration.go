@@ -5,7 +5,6 @@
 //
 //   - migration.go is the Backend, which consists of the present one and the next one.
 //   - network.go is the Network, which Start creates. It decides about each peer.
-//   - layer.go merges the wanted kernel states of both backends.
 //   - probe.go finds out which peers the next backend reaches.
 package migration
 
@@ -22,11 +21,18 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
+// The two backends, as indexes, and their number.
+const (
+	present = iota
+	next
+	sides
+)
+
 // Backend implements backend.Backend with two backends.
 type Backend struct {
-	env   backend.Env
-	parts [sides]part
-	layer *layer // of the network that was started last
+	env    backend.Env
+	parts  [sides]part
+	kernel *backend.Programmer // of the network that was started last
 }
 
 // part is one of the two backends.
@@ -43,7 +49,11 @@ func New(env backend.Env, create func(backend.Env) (backend.Backend, []string, e
 	for i, cfg := range [sides]subnet.Config{env.Config.Present(), env.Config.Next()} {
 		half := env
 		half.Config = cfg
-		half.NewReconciler = func(dataplane.Scope) (backend.Reconciler, error) { return b.layer.view(i), nil }
+		half.Part = func(ctx context.Context) *backend.Programmer {
+			p := b.kernel.NewPart(ctx, i)
+			p.Spare = i == next // such a route would receive packets to addresses that the network did not carry before
+			return p
+		}
 		be, more, err := create(half)
 		if err != nil && i == next {
 			return nil, nil, fmt.Errorf("NextBackend: %w", err)

@@ -28,19 +28,17 @@ import (
 // network implements backend.Network.
 type network struct {
 	*Backend
-	*backend.Notifier
+	*backend.Programmer // which the two backends share
+
 	own     subnet.Lease
-	layer   *layer
 	running [sides]backend.Network                   // that of the next backend is nil while it does not run
 	sizers  [sides]atomic.Pointer[backend.PathSizer] // those in running that implement PathSizer; nil for the others
 	prober  *prober
 	mtu     int
 
-	before   map[netip.Prefix]dataplane.Route // best routes at the start, by destination; they are for the first decision about each peer
-	peers    map[string]*peer                 // by lease key
-	leases   [sides]map[string]*subnet.Lease  // of the peers, as each backend uses them
-	bySubnet map[netip.Prefix]string          // lease keys of peers, by subnet
-	refused  [sides]map[string]string         // reasons by key: why the kernel has no route to a peer by that backend
+	before map[netip.Prefix]dataplane.Route // best routes at the start, by destination; they are for the first decision about each peer
+	peers  map[string]*peer                 // by lease key
+	leases [sides]map[string]*subnet.Lease  // of the peers, as each backend uses them
 
 	moved       int       // number of peers that have changed their backend and are not logged yet
 	movedLogged time.Time // when such peers were logged
@@ -79,7 +77,7 @@ const (
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	scope := b.Scope()
 	scope.TxChecksum = true // the backends may want TxChecksum
-	reconciler, err := dataplane.NewReconciler(dataplane.Config{Kernel: b.env.Kernel, Scope: scope, Resync: b.env.Resync})
+	kernel, err := b.env.Programmer(ctx, scope)
 	if err != nil {
 		return nil, err
 	}
@@ -87,17 +85,16 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	// The routes tell which backend has carried the packets to each peer until now.
 	before, err := b.env.Kernel.Read(ctx, b.Scope())
 	if err != nil {
-		return nil, oneline.Join(fmt.Errorf("read kernel state: %w", err), reconciler.Close())
+		return nil, oneline.Join(fmt.Errorf("read kernel state: %w", err), kernel.Close())
 	}
-	b.layer = newLayer(reconciler, b.env.Config.Prefixes())
 	n := &network{
-		Backend: b, Notifier: backend.NewNotifier(ctx), own: own, layer: b.layer, before: bestRoutes(before),
-		peers: map[string]*peer{}, bySubnet: map[netip.Prefix]string{},
-		leases: [sides]map[string]*subnet.Lease{{}, {}}, refused: [sides]map[string]string{{}, {}},
+		Backend: b, Programmer: kernel, own: own, before: bestRoutes(before),
+		peers: map[string]*peer{}, leases: [sides]map[string]*subnet.Lease{{}, {}},
 		claimable: wait.NewSignal(), republish: wait.NewSignal(), again: wait.Backoff{Least: leastPause, Most: mostPause},
 	}
 
-	n.Forward(reconciler.Changed())
+	n.Share(ctx, n.merge)
+	b.kernel = kernel
 	if n.running[present], err = b.startPresent(ctx, own); err != nil {
 		return nil, oneline.Join(err, n.Close())
 	}
@@ -165,7 +162,7 @@ func (n *network) startNext(ctx context.Context) {
 	}
 	if err != nil {
 		n.running[next] = nil
-		n.layer.view(next) // forgets the objects of the attempt
+		n.NewPart(ctx, next) // forgets the objects of the attempt
 		if n.notStarted == nil {
 			klog.FromContext(ctx).Error(err, "the next backend does not start: packets go on by the present one", "next", part.side.Type)
 		}
@@ -191,7 +188,7 @@ func (n *network) attempt(ctx context.Context, own subnet.Lease) (backend.Networ
 	if failed := n.env.FreePorts(be.Describe().AllPorts()); failed != nil {
 		return nil, oneline.Join(err, failed)
 	}
-	n.layer.view(next) // forgets the objects of the attempt
+	n.NewPart(ctx, next) // forgets the objects of the attempt
 	return be.Start(ctx, own)
 }
 
@@ -257,35 +254,24 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 		set.All = set.All || started // the next backend knows no peers yet
 	}
 
-	// Both backends state what they want before anything is written, so that one request replaces the
-	// best route to a peer that moves.
-	n.layer.deferred = true
 	changed := n.update(set)
 	probed := n.prober.take()
 	answered := slices.Collect(maps.Keys(probed))
 	out, err := n.syncParts(ctx, set, answered)
 	n.decide(changed, probed)
-	n.layer.deferred = false
 
-	if set.Complete && n.running[next] == nil { // objects that only the next backend knows must stay
-		n.layer.sweepGone()
-	}
-
-	report, failed := n.layer.apply(ctx, set.Complete && n.running[next] != nil)
-	err = oneline.Join(err, failed, n.noteRefused(ctx, report.Refused))
-	if set.All || report.Repaired > 0 {
+	n.Partial = n.running[next] == nil // objects that only the next backend knows must stay
+	written, failed := n.Programmer.Sync(ctx, set)
+	err = oneline.Join(err, failed)
+	if set.All || written.Repaired > 0 {
 		n.sources.Loosen(ctx, n.Scope().Devices, n.sharedDevice(), "so that no peer can migrate")
 	}
 
-	out.Repaired += report.Repaired
-	out.Retry = out.Retry || report.Unreachable
+	out.Add(written)
 	out.Refused = n.refusals()
 	out.Recheck = started
 	if set.Complete && err == nil && n.env.Config.Stage != "" && !n.held() {
 		n.claimable.Send()
-	}
-	if report.Rerouted { // the backends get Rerouted in the next pass
-		out.Again = least.Of(out.Again, time.Second)
 	}
 	if n.running[next] == nil {
 		out.Again = least.Of(out.Again, max(time.Until(n.nextStart), time.Millisecond))
@@ -334,50 +320,17 @@ func (n *network) byNext() (count int) {
 // update records the changed leases and returns their keys.
 func (n *network) update(set backend.Set) []string {
 	changed := backend.KeysToSync(set, n.peers)
-	var left []netip.Prefix
-	for _, key := range changed { // first, because a subnet may have moved from one lease to another
-		left = append(left, n.forget(key)...)
-	}
-
 	for _, key := range changed {
+		for side := range n.leases {
+			delete(n.leases[side], key)
+		}
 		if l := set.Leases[key]; l != nil {
 			n.remember(key, l)
 		} else {
 			delete(n.peers, key)
 		}
 	}
-
-	for _, s := range left {
-		if _, has := n.bySubnet[s]; !has {
-			n.layer.choose(s, present)
-			n.layer.gone = append(n.layer.gone, dataplane.NewRoute(s, netip.Addr{}, "", false)) // the routes of an earlier process must go, too
-		}
-	}
 	return changed
-}
-
-// forget removes the leases of a peer and returns its subnets. The peer itself stays: it may only
-// have changed its lease.
-func (n *network) forget(key string) []netip.Prefix {
-	p := n.peers[key]
-	if p == nil {
-		return nil
-	}
-
-	subnets := p.subnets
-	for _, s := range subnets {
-		delete(n.bySubnet, s)
-		for _, v := range n.layer.views {
-			v.serve(s, false)
-		}
-	}
-
-	for i := range n.leases {
-		delete(n.leases[i], key)
-	}
-	p.subnets = nil
-	p.unusable = ""
-	return subnets
 }
 
 // remember adds the lease of a peer, split for both backends.
@@ -389,6 +342,7 @@ func (n *network) remember(key string, l *subnet.Lease) {
 	}
 
 	p.subnets = l.Subnets()
+	p.unusable = ""
 	leases := n.split(l)
 	if leases[next] != nil && leases[present] != nil && n.running[next] != nil {
 		if _, err := n.running[next].Check(*leases[next]); err != nil {
@@ -398,19 +352,43 @@ func (n *network) remember(key string, l *subnet.Lease) {
 	}
 	p.sends = leases[present] == l
 
-	for i, own := range leases {
-		if own == nil {
-			continue
-		}
-		n.leases[i][key] = own
-		for _, s := range p.subnets {
-			n.layer.views[i].serve(s, true)
+	for side, own := range leases {
+		if own != nil {
+			n.leases[side][key] = own
 		}
 	}
+}
 
-	for _, s := range p.subnets {
-		n.bySubnet[s] = key
+// merge implements backend.Programmer.Merge. Both backends may want a route to each subnet of a peer. The route of the
+// backend that carries the packets has the usual metric, and the route of the other one stands by with a high metric.
+// So each backend always has a route on which the peer can be probed, even if it wants only one route to the network.
+func (n *network) merge(key string) (all []dataplane.Object) {
+	p := n.peers[key]
+	if p == nil {
+		return nil
 	}
+	for side, part := range n.Parts {
+		objects := slices.Clone(part.Wanted(key))
+		if l := n.leases[side][key]; l != nil {
+			for _, e := range l.Endpoints {
+				if r, ok := part.RouteTo(key, e.Subnet); ok && !slices.Contains(objects, dataplane.Object(r)) {
+					objects = append(objects, r)
+				}
+			}
+		}
+
+		for _, o := range objects {
+			r, isRoute := o.(dataplane.Route)
+			switch {
+			case isRoute && side == p.side:
+				o = r.AsPlain() // so that a probe through the other device finds the route that stands by
+			case isRoute:
+				o = r.Standby()
+			}
+			all = append(all, o)
+		}
+	}
+	return all
 }
 
 // syncParts passes the peers to both backends. answered contains the keys of the peers that have
@@ -486,6 +464,7 @@ func (n *network) move(key string, probed bool) {
 			n.moved++
 		}
 		p.side = side
+		n.Touch(key)
 		p.due = time.Time{}
 		if side == present {
 			p.due = time.Now().Add(patience)
@@ -494,7 +473,6 @@ func (n *network) move(key string, probed bool) {
 
 	p.decided = true
 	for _, s := range p.subnets {
-		n.layer.choose(s, side)
 		delete(n.before, s)
 	}
 }
@@ -530,18 +508,18 @@ func (n *network) sideOf(key string, p *peer, probed bool) int {
 		return next
 	case p.decided:
 		return p.side
-	case n.wasNext(p): // an earlier process had moved it
+	case n.wasNext(key, p): // an earlier process had moved it
 		return next
 	}
 	return present
 }
 
 // wasNext reports whether the routes to a peer were those of the next backend when the network started.
-func (n *network) wasNext(p *peer) bool {
+func (n *network) wasNext(key string, p *peer) bool {
 	return len(p.subnets) > 0 && !slices.ContainsFunc(p.subnets, func(s netip.Prefix) bool {
-		r, ok := n.layer.views[next].route(s)
+		r, ok := n.Parts[next].RouteTo(key, s)
 		had, known := n.before[s]
-		for _, network := range n.layer.networks {
+		for _, network := range n.env.Config.Prefixes() {
 			if !known && network.Contains(s.Addr()) {
 				had = n.before[network]
 			}
@@ -550,30 +528,15 @@ func (n *network) wasNext(p *peer) bool {
 	})
 }
 
-// noteRefused records the refused routes, instead of the earlier ones.
-func (n *network) noteRefused(ctx context.Context, refused []dataplane.Refusal) error {
-	n.refused = [sides]map[string]string{{}, {}}
-	var errs [sides]error
-	for _, r := range refused {
-		side := present
-		if n.layer.views[next].wants(r.Route) {
-			side = next
-		}
-		if key, ok := n.bySubnet[r.Route.Dst]; ok {
-			n.refused[side][key] = r.Reason
-		} else if r.Dev != r.Route.Dev { // to the whole network, and not because of the backend's own device
-			errs[side] = oneline.Join(errs[side], fmt.Errorf("put %s: %s", r.Route, r.Reason))
-		}
-	}
-	if errs[next] == nil {
-		return errs[present]
-	}
-	return oneline.Join(errs[present], n.noteNext(ctx, errs[next]))
+// refused returns why the kernel has no route to a peer by a backend, or "" if it has one.
+func (n *network) refused(key string, side int) string {
+	carries := n.peers[key].side == side
+	return n.Refused(key, func(r dataplane.Route) bool { return (r != r.Standby()) == carries })
 }
 
 func (n *network) refusals() (all []subnet.Refusal) {
 	for key, p := range n.peers {
-		why := n.refused[p.side][key]
+		why := n.refused(key, p.side)
 		if n.running[next] == nil && n.leases[present][key] == nil {
 			why = n.waiting(key)
 		}
@@ -597,8 +560,8 @@ func (n *network) waiting(key string) string {
 		return fmt.Sprintf("its data for %s cannot be used: %s", name, p.unusable)
 	case n.leases[next][key] == nil:
 		return "it does not publish data for " + name
-	case n.refused[next][key] != "":
-		return n.refused[next][key]
+	case n.refused(key, next) != "":
+		return n.refused(key, next)
 	}
 	return fmt.Sprintf("no probe by %s has come back", name)
 }
@@ -652,7 +615,7 @@ func (n *network) aim(changed []string) {
 func (n *network) targets(key string) (all []target) {
 	p := n.peers[key]
 	l := n.leases[next][key]
-	if p == nil || p.side == next || l == nil || n.leases[present][key] == nil || n.refused[next][key] != "" {
+	if p == nil || p.side == next || l == nil || n.leases[present][key] == nil || n.refused(key, next) != "" {
 		return nil
 	}
 
@@ -661,7 +624,7 @@ func (n *network) targets(key string) (all []target) {
 	// answer may have another address, and goes through the device of the request.
 	for _, e := range l.Endpoints {
 		own, has := n.own.Endpoint(e.Family())
-		r, ok := n.layer.views[next].route(e.Subnet)
+		r, ok := n.Parts[next].RouteTo(key, e.Subnet)
 		if has && ok {
 			all = append(all, target{
 				to: e.Subnet.Addr(), from: own.Subnet.Addr(), device: r.Dev, size: n.mtu, public: e.PublicIP, data: string(e.Data),
@@ -696,7 +659,6 @@ func (n *network) PathMTU(subnet netip.Prefix) (mtu int) {
 func (n *network) Report() backend.NetworkReport {
 	r := backend.Report(n.running[present])
 	other := backend.Report(n.running[next])
-	r.Counts = n.layer.reconciler.Counts()
 	r.NotStarted = n.notStarted
 	r.Location = cmp.Or(r.Location, other.Location)
 	if r.Dropped == nil {
@@ -725,5 +687,15 @@ func (n *network) Close() error {
 			errs = append(errs, part.Close())
 		}
 	}
-	return oneline.Join(append(errs, n.layer.reconciler.Close())...)
+	return oneline.Join(append(errs, n.Programmer.Close())...)
+}
+
+func bestRoutes(s dataplane.State) map[netip.Prefix]dataplane.Route {
+	best := map[netip.Prefix]dataplane.Route{}
+	for r := range s.AllRoutes() {
+		if b, ok := best[r.Dst]; r.Type == dataplane.Unicast && (!ok || r.Priority < b.Priority) {
+			best[r.Dst] = r // a low metric wins
+		}
+	}
+	return best
 }

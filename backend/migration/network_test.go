@@ -518,7 +518,7 @@ func TestNextBackendDoesNotStart(t *testing.T) {
 	n := start(t, k, hostGW, vni1)
 	_ = n.running[next].Close()
 	n.running[next], n.notStarted = nil, errNoData
-	n.layer.view(next)
+	n.NewPart(t.Context(), next)
 	if mtu := n.MTU(); mtu != 1450 { // the daemon writes the MTU to the subnet file only once
 		t.Errorf("MTU %d, want that of the next backend", mtu)
 	}
@@ -668,7 +668,7 @@ func TestPeersGoWithoutTheNextBackend(t *testing.T) {
 		n := start(t, k, vni1, vni7)
 		_ = n.running[next].Close()
 		n.running[next], n.notStarted, n.nextStart = nil, errNoData, time.Now().Add(time.Hour)
-		n.layer.view(next)
+		n.NewPart(t.Context(), next)
 		step := func(set backend.Set) {
 			t.Helper()
 			set.Leases = leases

@@ -75,7 +75,6 @@ func BenchmarkLeaseEvent(b *testing.B) {
 	}
 	defer started.Close()
 	n := started.(*network)
-	n.layer.deferred = true
 	pass := func(set backend.Set) {
 		changed := n.update(set)
 		if _, err := n.syncParts(b.Context(), set, nil); err != nil {

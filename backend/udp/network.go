@@ -19,16 +19,12 @@ import (
 // Start implements backend.Backend. If an earlier network has left a tunnel running that fits,
 // packets continue to flow. Otherwise they wait in the device until the first Sync has set the peers.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	reconciler, err := b.env.Reconciler(ctx, b.Scope())
+	p, err := b.env.Programmer(ctx, b.Scope())
 	if err != nil {
 		return nil, err
 	}
-	n := &network{
-		Backend: b, own: own, Notifier: backend.NewNotifier(ctx),
-		Programmer: &backend.Programmer{Base: b.base(own), Reconciler: reconciler},
-	}
-
-	n.Forward(reconciler.Changed())
+	p.Base = b.base(own)
+	n := &network{Backend: b, own: own, Programmer: p}
 	if err := n.start(ctx); err != nil {
 		return nil, oneline.Join(err, n.Close())
 	}
@@ -51,7 +47,6 @@ func (b *Backend) base(own subnet.Lease) dataplane.State {
 type network struct {
 	*Backend
 	*backend.Programmer
-	*backend.Notifier
 	own     subnet.Lease
 	leases  map[string]*subnet.Lease // those of the last Sync, for Objects
 	tunnel  *tunnel.Tunnel           // belongs to the Host

@@ -129,18 +129,18 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	scope := b.env.Scope(b.devices()...)
 	offload, _ := b.config.txChecksum()
 	scope.TxChecksum = offload != dataplane.OffloadAuto
-	reconciler, err := b.env.Reconciler(ctx, scope)
+	p, err := b.env.Programmer(ctx, scope)
 	if err != nil {
 		return nil, err
 	}
 
-	n := &network{Backend: b, Programmer: &backend.Programmer{
-		Base: base, Desired: b.desired, Volatile: b.config.DirectRouting, Reconciler: reconciler,
-	}}
-	if err := n.SetUp(ctx); err != nil {
-		return nil, oneline.Join(fmt.Errorf("set up vxlan devices: %w", err), reconciler.Close())
+	p.Base = base
+	p.Desired = b.desired
+	p.Volatile = b.config.DirectRouting
+	if err := p.SetUp(ctx); err != nil {
+		return nil, oneline.Join(fmt.Errorf("set up vxlan devices: %w", err), p.Close())
 	}
-	return n, nil
+	return &network{b, p}, nil
 }
 
 // network implements backend.Network.

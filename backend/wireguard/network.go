@@ -25,7 +25,6 @@ import (
 type network struct {
 	*Backend
 	*backend.Programmer
-	*backend.Notifier
 	key            wgtypes.Key
 	control        control // nil until start
 	devices        []*device
@@ -309,8 +308,7 @@ func (n *network) Report() backend.NetworkReport {
 // Close implements backend.Network. Devices of this process belong to the Host and continue to run
 // for the next network.
 func (n *network) Close() error {
-	n.Notifier.Close()
-	errs := []error{n.Reconciler.Close()}
+	errs := []error{n.Programmer.Close()}
 	if n.control != nil {
 		errs = append(errs, n.control.Close())
 	}

@@ -144,13 +144,13 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	rec, err := env.Reconciler(t.Context(), b.Scope())
+	p, err := env.Programmer(t.Context(), b.Scope())
 	if err != nil {
 		t.Fatal(err)
 	}
 	c := &fakeControl{peers: map[string]map[wgtypes.Key]wgtypes.Peer{}}
 	n := &network{
-		Backend: b.(*Backend), key: key(1), control: c, now: currentInstant, republish: wait.NewSignal(), Notifier: backend.NewNotifier(t.Context()), Programmer: &backend.Programmer{Reconciler: rec},
+		Backend: b.(*Backend), key: key(1), control: c, now: currentInstant, republish: wait.NewSignal(), Programmer: p,
 	}
 	n.Base = n.base(*host(t, 1, 1), dataplane.KindWireGuard)
 	for _, l := range n.Base.Links { // the links exist already

@@ -32,16 +32,11 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
-	reconciler, err := b.env.Reconciler(ctx, b.Scope())
+	p, err := b.env.Programmer(ctx, b.Scope())
 	if err != nil {
 		return nil, err
 	}
-	n := &network{
-		Backend: b, key: key, now: currentInstant, republish: wait.NewSignal(), Notifier: backend.NewNotifier(ctx),
-		Programmer: &backend.Programmer{Reconciler: reconciler},
-	}
-
-	n.Forward(reconciler.Changed())
+	n := &network{Backend: b, Programmer: p, key: key, now: currentInstant, republish: wait.NewSignal()}
 	n.lookups = newLookups(n.Notifier, lookup)
 	if b.config.PSKFile != "" {
 		n.Go(func(ctx context.Context) { watchPSKFile(ctx, b.config.PSKFile, n.Notify) })
