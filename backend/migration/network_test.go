@@ -306,6 +306,7 @@ func TestAnswerForAFormerLease(t *testing.T) {
 			leases["host2"] = changed
 			step(backend.Set{Changed: []string{"host2"}}, "flannel.1")
 			answer(n, "host2")
+			n.compared = time.Time{} // so that the backends do not get the key as a changed one
 			step(backend.Set{}, "flannel.7")
 		})
 	}
@@ -706,6 +707,9 @@ func TestPeersGoWithoutTheNextBackend(t *testing.T) {
 			if key.Dev == "flannel.1" && key.IP != subnetOf(5).Addr() {
 				t.Errorf("all %v: neighbour %v stays", all, key)
 			}
+		}
+		if _, there := state.Neighs[dataplane.NeighKey{Dev: "flannel.7", IP: subnetOf(5).Addr()}]; !there {
+			t.Errorf("all %v: the neighbour on the device of the next backend was removed", all)
 		}
 	}
 }
