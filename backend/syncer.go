@@ -172,6 +172,13 @@ func (s *Syncer) step(ctx context.Context) error {
 		s.log.shared(ctx, s.arbiter.Shared())
 	}
 	s.log.result(ctx, err)
+	if chooser, ok := s.Network.(Chooser); ok {
+		choices := map[string]Choice{}
+		for key := range set.Leases {
+			choices[key] = chooser.Choice(key)
+		}
+		outcome.Again = least.Of(outcome.Again, s.log.choices.log(ctx, time.Now(), choices))
+	}
 
 	s.err = err
 	if err == nil {

@@ -916,3 +916,71 @@ func TestRegistry(t *testing.T) {
 		}
 	}
 }
+
+// choosing implements Chooser.
+type choosing struct {
+	*network
+	choices map[string]backend.Choice
+	wake    chan struct{}
+}
+
+func (n choosing) Choice(key string) backend.Choice { return n.choices[key] }
+
+func (n choosing) Changed() <-chan struct{} { return n.wake }
+
+// TestChoicesAreLoggedTogether checks when the log tells how many peers each backend serves, and that it
+// names a peer once that its preferred backend does not serve for a minute.
+func TestChoicesAreLoggedTogether(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		next, waits := backend.Choice{Backend: "next"}, backend.Choice{Backend: "test", Waiting: "no answer"}
+		n := choosing{&network{}, map[string]backend.Choice{"host2": next, "host3": waits, "host4": waits}, make(chan struct{}, 1)}
+		s, log := run(t, n)
+		seen := 0
+		expect := func(when string, want ...string) {
+			t.Helper()
+			lines := strings.Split(log(), "packets to peers go by these backends")[1:]
+			if len(lines) != seen+len(want) {
+				t.Errorf("%s: %d lines, want %d", when, len(lines)-seen, len(want))
+			}
+			for i, line := range lines[min(seen, len(lines)):] {
+				line, _, _ = strings.Cut(line, "\n")
+				if i < len(want) && !strings.Contains(line, want[i]) {
+					t.Errorf("%s: %s, want %s", when, line, want[i])
+				}
+			}
+			seen = len(lines)
+		}
+		choose := func(key string, c backend.Choice) {
+			synctest.Wait()
+			n.choices[key] = c
+			n.wake <- struct{}{}
+			advance(time.Second)
+		}
+
+		expect("without peers")
+		s.Publish(fullUpdate(snapshot(2, lease(2, "two"), lease(3, "three"), lease(4, "four"))))
+		advance(time.Second)
+		expect("with peers", `peers={"next":1,"test":2} late=0`)
+		choose("host3", next)
+		expect("a second later")
+		choose("host3", waits)
+		choose("host4", next)
+		expect("three seconds later")
+		advance(5 * time.Second)
+		expect("eight seconds later", `peers={"next":2,"test":1} late=0`)
+		advance(50 * time.Second)
+		expect("before the minute is over")
+		advance(10 * time.Second)
+		expect("after the minute", `late=1 because=["host3: no answer"]`)
+		advance(time.Hour)
+		expect("an hour later")
+		choose("host3", next)
+		choose("host3", waits)
+		expect("it has moved for a moment", `peers={"next":3} late=0`)
+		advance(time.Minute)
+		expect("it waits again", `peers={"next":2,"test":1} late=0`, `late=1 because=["host3: no answer"]`)
+		s.Publish(deltaUpdate(3, nil, "host3"))
+		advance(time.Minute)
+		expect("it has gone", `peers={"next":2} late=0`)
+	})
+}

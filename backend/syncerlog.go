@@ -12,6 +12,7 @@ import (
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -36,13 +37,14 @@ type syncLog struct {
 	logged    string        // last logged error
 	limit     *rate.Limiter // limit of logged errors without a success between them
 	numHeld   int           // at the last pass
+	choices   choiceLog
 }
 
 func newSyncLog(onRefused func(key, reason string)) syncLog {
 	return syncLog{
 		onRefused: onRefused, refused: map[string]string{}, refusal: loglimit.NewChanges(loglimit.Many),
 		shares: map[netip.Addr]struct{}{}, sharing: loglimit.NewChanges(loglimit.Many),
-		limit: rate.NewLimiter(rate.Every(errorEvery), errorBurst),
+		limit: rate.NewLimiter(rate.Every(errorEvery), errorBurst), choices: choiceLog{waiting: map[string]time.Time{}},
 	}
 }
 
@@ -120,4 +122,63 @@ func (l *syncLog) result(ctx context.Context, err error) {
 		log.Info("data path in order again")
 	}
 	l.failing = err != nil
+}
+
+const (
+	// choicesPause is the least time between two log lines about choices.
+	choicesPause = 5 * time.Second
+	// patience is the time after which the log names a peer that its preferred backend does not serve.
+	patience = time.Minute
+)
+
+// choiceLog logs how many peers each backend of a Chooser serves, and names the peers that wait for the preferred
+// backend.
+type choiceLog struct {
+	counts  map[string]int       // numbers of peers by backend that were logged last
+	waiting map[string]time.Time // since when a peer waits, by lease key; zero if the log has named it
+	next    time.Time            // when the next line may be logged
+}
+
+// log compares the choices of all peers with what it has logged. It returns the time until it must be called again, or
+// zero if nothing waits to be logged.
+func (l *choiceLog) log(ctx context.Context, now time.Time, choices map[string]Choice) (again time.Duration) {
+	counts := map[string]int{}
+	var late []string
+	for key, c := range choices {
+		counts[c.Backend]++
+		since, known := l.waiting[key]
+		switch {
+		case c.Waiting == "":
+		case !known:
+			l.waiting[key] = now
+			again = least.Of(again, patience)
+		case since.IsZero():
+		case now.Sub(since) < patience:
+			again = least.Of(again, patience-now.Sub(since))
+		default:
+			late = append(late, key)
+		}
+	}
+
+	maps.DeleteFunc(l.waiting, func(key string, _ time.Time) bool { return choices[key].Waiting == "" })
+	if maps.Equal(counts, l.counts) && len(late) == 0 {
+		return again
+	}
+	if left := l.next.Sub(now); left > 0 {
+		return least.Of(again, left)
+	}
+
+	const shown = 10
+	slices.Sort(late)
+	some := []string{}
+	for i, key := range late {
+		l.waiting[key] = time.Time{}
+		if i < shown {
+			some = append(some, key+": "+choices[key].Waiting)
+		}
+	}
+	l.counts = counts
+	l.next = now.Add(choicesPause)
+	klog.FromContext(ctx).Info("packets to peers go by these backends", "peers", counts, "late", len(late), "because", some)
+	return again
 }

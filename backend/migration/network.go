@@ -40,9 +40,7 @@ type network struct {
 	peers  map[string]*peer                 // by lease key
 	leases [sides]map[string]*subnet.Lease  // of the peers, as each backend uses them
 
-	moved       int       // number of peers that have changed their backend and are not logged yet
-	movedLogged time.Time // when such peers were logged
-	compared    time.Time // when the backends last got a set without changes; see comparePause
+	compared time.Time // when the backends last got a set without changes; see comparePause
 
 	claimable  wait.Signal  // see backend.Reclaimer
 	republish  wait.Signal  // see backend.Publisher
@@ -56,15 +54,11 @@ type network struct {
 // peer is another host.
 type peer struct {
 	subnets  []netip.Prefix
-	sends    bool      // its lease names the present backend first, so the host may send by it
-	side     int       // the backend that carries the packets to the peer
-	decided  bool      // side is the result of a decision, and not only the initial value
-	unusable string    // why the data for the next backend cannot be used
-	due      time.Time // when the log names the peer because it does not follow to the next backend; zero if it need not
+	sends    bool   // its lease names the present backend first, so the host may send by it
+	side     int    // the backend that carries the packets to the peer
+	decided  bool   // side is the result of a decision, and not only the initial value
+	unusable string // why the data for the next backend cannot be used
 }
-
-// patience is the time after which the log names a peer that does not follow to the next backend.
-const patience = time.Minute
 
 // Limits of the pause between two attempts to start the next backend.
 const (
@@ -276,8 +270,6 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	if n.running[next] == nil {
 		out.Again = least.Of(out.Again, max(time.Until(n.nextStart), time.Millisecond))
 	}
-
-	out.Again = least.Of(out.Again, n.logMoved(ctx, time.Now()), n.nameWaiting(ctx, time.Now()))
 	n.aim(changed)
 	return out, err
 }
@@ -307,14 +299,14 @@ func (n *network) held() bool {
 	return n.running[next] == nil
 }
 
-// byNext returns the number of peers to which the next backend carries the packets.
-func (n *network) byNext() (count int) {
+// nextCarries reports whether the next backend carries packets to a peer.
+func (n *network) nextCarries() bool {
 	for _, p := range n.peers {
 		if p.side == next {
-			count++
+			return true
 		}
 	}
-	return count
+	return false
 }
 
 // update records the changed leases and returns their keys.
@@ -337,7 +329,7 @@ func (n *network) update(set backend.Set) []string {
 func (n *network) remember(key string, l *subnet.Lease) {
 	p := n.peers[key]
 	if p == nil {
-		p = &peer{due: time.Now().Add(patience)}
+		p = &peer{}
 		n.peers[key] = p
 	}
 
@@ -428,7 +420,7 @@ const comparePause = 30 * time.Second
 // noteNext returns err, the error of the next backend, only if that backend carries packets. Otherwise
 // it logs the error, unless it was logged last.
 func (n *network) noteNext(ctx context.Context, err error) error {
-	if err == nil || n.byNext() > 0 {
+	if err == nil || n.nextCarries() {
 		n.nextError = ""
 		return err
 	}
@@ -460,41 +452,14 @@ func (n *network) move(key string, probed bool) {
 
 	side := n.sideOf(key, p, probed)
 	if side != p.side {
-		if p.decided {
-			n.moved++
-		}
 		p.side = side
 		n.Touch(key)
-		p.due = time.Time{}
-		if side == present {
-			p.due = time.Now().Add(patience)
-		}
 	}
 
 	p.decided = true
 	for _, s := range p.subnets {
 		delete(n.before, s)
 	}
-}
-
-// movedPause is the least time between two log lines about peers that have changed their backend.
-const movedPause = 5 * time.Second
-
-// logMoved logs how many peers have changed their backend since it logged last. It returns the time
-// until it must be called again, or zero if all are logged.
-func (n *network) logMoved(ctx context.Context, now time.Time) (again time.Duration) {
-	if n.moved == 0 {
-		return 0
-	}
-	if left := n.movedLogged.Add(movedPause).Sub(now); left > 0 {
-		return left
-	}
-	byNext := n.byNext()
-	klog.FromContext(ctx).Info("peers have changed their backend", "peers", n.moved, "next", n.parts[next].side.Type,
-		"byNext", byNext, "byPresent", len(n.peers)-byNext)
-	n.moved = 0
-	n.movedLogged = now
-	return 0
 }
 
 // sideOf returns the backend that should carry the packets to a peer. Once a peer has moved to the
@@ -564,36 +529,6 @@ func (n *network) waiting(key string) string {
 		return n.refused(key, next)
 	}
 	return fmt.Sprintf("no probe by %s has come back", name)
-}
-
-// nameWaiting logs each peer once that does not follow to the next backend within patience. It
-// returns the time until there may be more of them, or zero if no peer waits.
-func (n *network) nameWaiting(ctx context.Context, now time.Time) (again time.Duration) {
-	var late []string
-	for key, p := range n.peers {
-		switch left := p.due.Sub(now); {
-		case p.due.IsZero():
-		case left > 0:
-			again = least.Of(again, left)
-		default:
-			p.due = time.Time{}
-			late = append(late, key)
-		}
-	}
-	if len(late) == 0 {
-		return again
-	}
-
-	const shown = 10
-	slices.Sort(late)
-	some := []string{}
-	for _, key := range late[:min(len(late), shown)] {
-		some = append(some, key+": "+n.waiting(key))
-	}
-
-	klog.FromContext(ctx).Info("peers do not follow to the next backend, and go on by the present one", "next", n.parts[next].side.Type,
-		"count", len(late), "peers", some)
-	return again
 }
 
 // aim makes the prober probe all peers that could change to the next backend, and no others. changed contains

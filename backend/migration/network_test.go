@@ -353,36 +353,6 @@ func TestAnswersAreChanges(t *testing.T) {
 	}
 }
 
-// TestMovedPeersAreLoggedTogether checks that logMoved logs at most once in movedPause, and that
-// after each log line no peer is left that must still be logged.
-func TestMovedPeersAreLoggedTogether(t *testing.T) {
-	n := start(t, dataplanetest.New(), vni1, vni7)
-	now := time.Now()
-	for _, tt := range []struct {
-		after  time.Duration
-		moved  int
-		again  time.Duration
-		logged bool
-	}{
-		{0, 0, 0, false},
-		{0, 1, 0, true},
-		{time.Second, 3, movedPause - time.Second, false},
-		{time.Second, 4, movedPause - 2*time.Second, false},
-		{movedPause - 2*time.Second, 0, 0, true},
-		{movedPause, 0, 0, false},
-		{time.Second, 1, 0, true},
-	} {
-		now = now.Add(tt.after)
-		n.moved += tt.moved
-		if again := n.logMoved(t.Context(), now); again != tt.again || n.movedLogged.Equal(now) != tt.logged {
-			t.Errorf("after another %s: again in %s, logged %v, want in %s, %v", tt.after, again, !tt.logged, tt.again, tt.logged)
-		}
-		if tt.logged && n.moved > 0 {
-			t.Errorf("after another %s: %d peers are not logged", tt.after, n.moved)
-		}
-	}
-}
-
 // TestRestartKeepsTheRoutes checks that a restarted daemon decides about each peer by the kernel's
 // routes. The best route to each peer must stay, and nothing may need a repair.
 func TestRestartKeepsTheRoutes(t *testing.T) {

@@ -5,51 +5,12 @@ package migration
 import (
 	"fmt"
 	"net/netip"
-	"slices"
 	"testing"
-	"time"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 	"github.com/flanneld/flanneld/subnet"
 )
-
-// TestWaitingPeersAreNamedOnce checks which peers the log names because they do not follow to the next
-// backend, and when.
-func TestWaitingPeersAreNamedOnce(t *testing.T) {
-	n := start(t, dataplanetest.New(), vni1, vni7)
-	now := time.Now()
-	add := func(key string, since time.Duration) { n.peers[key] = &peer{due: now.Add(since + patience)} }
-	expect := func(after, again time.Duration, want ...string) {
-		t.Helper()
-		waited := map[string]bool{}
-		for key, p := range n.peers {
-			waited[key] = !p.due.IsZero()
-		}
-		got := n.nameWaiting(t.Context(), now.Add(after))
-		var named []string
-		for key, p := range n.peers {
-			if waited[key] && p.due.IsZero() {
-				named = append(named, key)
-			}
-		}
-		slices.Sort(named)
-		if !slices.Equal(named, want) || got != again {
-			t.Errorf("after %s: %q and again after %s, want %q and %s", after, named, got, want, again)
-		}
-	}
-	expect(0, 0)
-	add("one", 0)
-	add("two", 0)
-	add("three", 20*time.Second)
-	expect(20*time.Second, 40*time.Second)
-	n.peers["two"].due = time.Time{} // the peer has followed to the next backend
-	expect(patience, 20*time.Second, "one")
-	add("two", patience) // the peer has gone back to the present backend
-	expect(2*patience-time.Second, time.Second, "three")
-	expect(2*patience, 0, "two")
-	expect(time.Hour, 0)
-}
 
 // manyOf returns the lease of host n, with data for vxlan and host-gw. n may be up to 8191, because
 // each host has a /29 of 10.5.0.0/16.
@@ -81,7 +42,6 @@ func BenchmarkLeaseEvent(b *testing.B) {
 			b.Fatal(err)
 		}
 		n.decide(changed, nil)
-		n.nameWaiting(b.Context(), time.Now())
 		n.aim(changed)
 	}
 	leases := map[string]*subnet.Lease{}

@@ -9,10 +9,8 @@ import (
 	"net/netip"
 	"slices"
 	"sync/atomic"
-	"time"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/cloud"
@@ -130,7 +128,6 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	if n.compared {
 		n.log.problem(ctx, n.data, n.failed)
 	}
-	out.Again = least.Of(out.Again, n.log.peers(ctx, n.peers, time.Now()))
 	return out, err
 }
 
@@ -184,7 +181,6 @@ func (n *network) Published(c subnet.Claim) {
 
 // choose decides whether the cloud or the tunnel serves a peer. l is nil if the peer has gone.
 func (n *network) choose(key string, l *subnet.Lease) {
-	before := n.peers[key]
 	delete(n.leases, key)
 	delete(n.peers, key)
 	delete(n.refused, key)
@@ -193,9 +189,6 @@ func (n *network) choose(key string, l *subnet.Lease) {
 	}
 	if n.refused[key] != "" { // neither the cloud nor the tunnel carries the packets
 		delete(n.peers, key)
-	}
-	if n.peers[key] != before {
-		n.log.changed = true
 	}
 }
 

@@ -5,8 +5,6 @@ package overflow
 import (
 	"context"
 	"fmt"
-	"slices"
-	"time"
 
 	"k8s.io/klog/v2"
 
@@ -43,15 +41,11 @@ func allRouted(own map[prefix.Family]data) bool {
 	return true
 }
 
-// journal logs the problems of the routes to this host, and the choice between cloud and tunnel.
+// journal logs the problems of the routes to this host.
 type journal struct {
 	tunnel string                       // type of the tunnel's backend
 	warn   func(reason, message string) // may be nil
-
-	own       string    // kind of the problem that was logged; empty if there is none
-	changed   bool      // a peer has another obstacle than the log says
-	peersAt   time.Time // when peers were logged
-	tunnelled int       // logged number of peers by the tunnel
+	own    string                       // kind of the problem that was logged; empty if there is none
 }
 
 // problem logs and warns when the kind of the problem changes. The text may differ each time.
@@ -76,42 +70,4 @@ func (j *journal) problem(ctx context.Context, own map[prefix.Family]data, faile
 	if j.warn != nil {
 		j.warn("FlannelOverflow", text)
 	}
-}
-
-// peersPause is the least time between two log lines about peers.
-const peersPause = 5 * time.Second
-
-// peers logs how many peers need the tunnel, and some of them with the reason, if that has changed.
-// It returns the time until it must be called again, or zero if nothing waits to be logged.
-func (j *journal) peers(ctx context.Context, obstacles map[string]string, now time.Time) (again time.Duration) {
-	if !j.changed {
-		return 0
-	}
-	if left := j.peersAt.Add(peersPause).Sub(now); left > 0 {
-		return left
-	}
-
-	j.changed = false
-	j.peersAt = now
-	var keys []string
-	for key, obstacle := range obstacles {
-		if obstacle != "" {
-			keys = append(keys, key)
-		}
-	}
-	if len(keys) == 0 && j.tunnelled == 0 {
-		return 0
-	}
-
-	j.tunnelled = len(keys)
-	const shown = 10
-	slices.Sort(keys)
-	some := []string{}
-	for _, key := range keys[:min(len(keys), shown)] {
-		some = append(some, key+": "+obstacles[key])
-	}
-
-	klog.FromContext(ctx).Info("packets to peers go by the tunnel if the cloud does not carry them",
-		"tunnel", j.tunnel, "byTunnel", len(keys), "byCloud", len(obstacles)-len(keys), "peers", some)
-	return 0
 }
