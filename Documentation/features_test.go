@@ -64,7 +64,7 @@ var proofs = map[string]string{
 	`NextBackend and "MTU": "probe"`:             "TestPathMTUThroughMigration",
 	"NextBackend and EndpointSharingInterval":    "TestBothBackendsPublish",
 	"NextBackend and IPv6":                       "TestBackendMigration, TestVMBackendMigration",
-	"SameLocation and EndpointSharingInterval":   "TestPublisherIsForwarded",
+	"SameLocation and EndpointSharingInterval":   "TestBackendBetweenPublishes",
 	"SameLocation and IPv6":                      "TestLocationsVXLAN, TestLocationsHostGW",
 	"Overflow and IPv6":                          "TestOverflowOutside",
 	`"MTU": "probe" and EndpointSharingInterval`: "TestVMWireGuardPathMTU",

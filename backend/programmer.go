@@ -104,9 +104,11 @@ func (p *Programmer) Share(ctx context.Context, merge func(key string) []datapla
 	}
 }
 
-// NewPart replaces a part by one that wants nothing yet.
+// NewPart replaces a part by one that wants nothing yet. Its signals are those of p.
 func (p *Programmer) NewPart(ctx context.Context, number int) *Programmer {
 	part := newProgrammer(ctx)
+	part.Notifier.changed = p.Notifier.changed
+	part.republish = p.republish
 	part.kernel = p.kernel
 	part.whole = p
 	p.Parts[number] = part

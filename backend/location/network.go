@@ -29,8 +29,7 @@ type network struct {
 		between backend.Network
 		inside  backend.Network // nil if this host has no location
 	}
-	republish <-chan struct{} // see backend.Publisher
-	filter    rpfilter.Filter
+	filter rpfilter.Filter
 
 	peers  map[string]string        // reasons by key: why a peer at the location is not served inside; empty for all other peers
 	near   map[string]*subnet.Lease // leases of the peers that are served inside, as the backend inside uses them
@@ -65,10 +64,6 @@ func (n *network) start(ctx context.Context, own subnet.Lease) (err error) {
 	if n.running.between, err = n.between.Start(ctx, own); err != nil {
 		return err
 	}
-	n.Forward(n.running.between.Changed())
-	if p, ok := n.running.between.(backend.Publisher); ok {
-		n.republish = p.Republish()
-	}
 
 	log := klog.FromContext(ctx)
 	between := n.sides.between.Type
@@ -82,22 +77,11 @@ func (n *network) start(ctx context.Context, own subnet.Lease) (err error) {
 	if err != nil {
 		return fmt.Errorf("SameLocation: %w", err)
 	}
-	n.Forward(n.running.inside.Changed())
 	if identities, err := n.running.inside.Check(own); err == nil {
 		n.rivals.set(own.Key, candidate{identities: identities})
 	}
 	log.Info("packets to peers at the same location go by another backend", "location", n.env.Location, "backend", n.sides.inside.Type, "others", between)
 	return nil
-}
-
-// Republish implements backend.Publisher.
-func (n *network) Republish() <-chan struct{} { return n.republish }
-
-// Published implements backend.Publisher.
-func (n *network) Published(c subnet.Claim) {
-	if p, ok := n.running.between.(backend.Publisher); ok {
-		p.Published(c)
-	}
 }
 
 // Check implements backend.Network. It ignores data and identities for the backend inside: if they

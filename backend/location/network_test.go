@@ -17,7 +17,6 @@ import (
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 	"github.com/flanneld/flanneld/pkg/report/status"
@@ -58,25 +57,19 @@ func (e *encrypted) Start(ctx context.Context, own subnet.Lease) (backend.Networ
 		dataplane.Addr{Dev: device, Prefix: prefix.Host(own.Endpoints[0].Subnet.Addr())},
 		dataplane.NewRoute(e.env.Config.Networks[0].Prefix, netip.Addr{}, device, false))
 	p.Base = base
-	n := &encryptedNetwork{encrypted: e, Programmer: p, republish: wait.NewSignal()}
+	n := &encryptedNetwork{encrypted: e, Programmer: p}
 	return n, n.SetUp(ctx)
 }
 
 type encryptedNetwork struct {
 	*encrypted
 	*backend.Programmer
-	republish wait.Signal
-	published int
-	failing   error
+	failing error
 }
 
 func (*encryptedNetwork) Check(l subnet.Lease) ([]string, error) {
 	return []string{"key of " + l.Key}, nil
 }
-
-func (n *encryptedNetwork) Republish() <-chan struct{} { return n.republish }
-
-func (n *encryptedNetwork) Published(subnet.Claim) { n.published++ }
 
 func (n *encryptedNetwork) Sync(ctx context.Context, set backend.Set) (backend.Outcome, error) {
 	out, err := n.Programmer.Sync(ctx, set)
@@ -539,19 +532,14 @@ func TestRebootKeepsTheData(t *testing.T) {
 	}
 }
 
-// TestPublisherIsForwarded checks that Republish receives when the network of the backend between
-// locations wants to publish other data, and that this network gets the call of Published.
-func TestPublisherIsForwarded(t *testing.T) {
+// TestBackendBetweenPublishes checks that Republish receives when the network of the backend between
+// locations wants to publish other data.
+func TestBackendBetweenPublishes(t *testing.T) {
 	b := newBed(t, "east")
 	b.start(subnet.Claim{})
-	between := b.net.running.between.(*encryptedNetwork)
-	between.republish.Send()
+	b.net.running.between.(*encryptedNetwork).RequestPublish()
 	if len(b.net.Republish()) != 1 {
 		t.Error("Republish does not receive")
-	}
-	b.net.Published(subnet.Claim{})
-	if between.published != 1 {
-		t.Error("Published is not forwarded")
 	}
 }
 

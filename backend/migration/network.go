@@ -43,7 +43,6 @@ type network struct {
 	compared time.Time // when the backends last got a set without changes; see comparePause
 
 	claimable  wait.Signal  // see backend.Reclaimer
-	republish  wait.Signal  // see backend.Publisher
 	notStarted error        // why the next backend does not run
 	again      wait.Backoff // pauses between two attempts to start the next backend
 	nextStart  time.Time    // when to start the next backend again
@@ -84,7 +83,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	n := &network{
 		Backend: b, Programmer: kernel, own: own, before: bestRoutes(before),
 		peers: map[string]*peer{}, leases: [sides]map[string]*subnet.Lease{{}, {}},
-		claimable: wait.NewSignal(), republish: wait.NewSignal(), again: wait.Backoff{Least: leastPause, Most: mostPause},
+		claimable: wait.NewSignal(), again: wait.Backoff{Least: leastPause, Most: mostPause},
 	}
 
 	n.Share(ctx, n.merge)
@@ -111,24 +110,12 @@ func (b *Backend) startPresent(ctx context.Context, own subnet.Lease) (backend.N
 	return part.be.Start(ctx, *l)
 }
 
-// follow forwards the signals of a backend that has started, and makes PathMTU ask it.
+// follow makes PathMTU ask a backend that has started.
 func (n *network) follow(side int) {
-	n.Forward(n.running[side].Changed())
 	if s, ok := n.running[side].(backend.PathSizer); ok {
 		n.sizers[side].Store(&s)
 	}
-	if p, ok := n.running[side].(backend.Publisher); ok {
-		n.Relay(p.Republish(), n.republish.Send)
-	}
 }
-
-// Republish implements backend.Publisher.
-func (n *network) Republish() <-chan struct{} { return n.republish }
-
-// Published implements backend.Publisher. It does nothing: among the backends that a migration
-// accepts, only wireguard is a Publisher, with or without locations, and its Published does
-// nothing.
-func (*network) Published(subnet.Claim) {}
 
 var errNoData = errors.New("this host's lease has no data for it")
 

@@ -31,7 +31,6 @@ import (
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/backend/wireguard"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 	"github.com/flanneld/flanneld/subnet"
@@ -564,52 +563,13 @@ func TestNextBackendGetsItsPort(t *testing.T) {
 	}
 }
 
-// publishing is a backend whose network asks to publish other data when asked receives.
-type publishing struct {
-	backend.Backend
-	asked wait.Signal
-}
-
-// Start implements backend.Backend.
-func (p publishing) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	n, err := p.Backend.Start(ctx, own)
-	return publisher{n, p.asked}, err
-}
-
-// publisher implements backend.Publisher.
-type publisher struct {
-	backend.Network
-	asked wait.Signal
-}
-
-func (p publisher) Republish() <-chan struct{} { return p.asked }
-
-func (publisher) Published(subnet.Claim) {}
-
 // TestBothBackendsPublish checks that each of the two backends can change its published data during
 // a migration.
 func TestBothBackendsPublish(t *testing.T) {
 	for side := range sides {
-		b, err := newBackend(t, newEnv(dataplanetest.New(), vni1, vni7))
-		if err != nil {
-			t.Fatal(err)
-		}
-		claim, err := b.Claim(t.Context(), subnet.Claim{})
-		if err != nil {
-			t.Fatal(err)
-		}
-		claim.Endpoints[0].Subnet = subnetOf(1)
-		p := publishing{b.(*Backend).parts[side].be, wait.NewSignal()}
-		b.(*Backend).parts[side].be = p
-		n, err := b.Start(t.Context(), subnet.Lease{Key: "host1", BackendType: claim.BackendType, NextType: claim.NextType, Endpoints: claim.Endpoints})
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer n.Close()
-		p.asked.Send()
-		select {
-		case <-n.(backend.Publisher).Republish():
-		case <-time.After(10 * time.Second):
+		n := start(t, dataplanetest.New(), vni1, vni7)
+		n.Parts[side].RequestPublish()
+		if len(n.Republish()) != 1 {
 			t.Errorf("backend %d of the migration cannot publish other data", side)
 		}
 	}

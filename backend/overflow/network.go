@@ -12,7 +12,6 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/kernel/rpfilter"
 	"github.com/flanneld/flanneld/pkg/report/status"
@@ -33,7 +32,6 @@ type network struct {
 	stored    atomic.Pointer[subnet.Claim] // claim in the store that Sync has not read yet; nil if there is none
 	compared  bool                         // the routes were compared since the start
 	failed    error                        // error of the last comparison
-	republish wait.Signal                  // see backend.Publisher
 
 	leases  map[string]*subnet.Lease // of the peers that need the tunnel, as the tunnel uses them
 	peers   map[string]string        // obstacles by key: why a peer needs the tunnel; empty if the cloud carries the packets
@@ -44,7 +42,7 @@ type network struct {
 // Start implements backend.Backend.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	n := &network{
-		Backend: b, Notifier: backend.NewNotifier(ctx), own: own, republish: wait.NewSignal(),
+		Backend: b, Notifier: backend.NewNotifier(ctx), own: own,
 		data: map[prefix.Family]data{}, published: map[prefix.Family]data{},
 		leases: map[string]*subnet.Lease{}, peers: map[string]string{}, refused: map[string]string{},
 		log: journal{tunnel: b.side.Type, warn: b.cloud.Env.Warn},
@@ -163,13 +161,10 @@ func (n *network) refresh() (repaired int, anew bool) {
 		n.own = own
 		present := maps.Clone(n.data)
 		n.present.Store(&present)
-		n.republish.Send()
+		n.RequestPublish()
 	}
 	return repaired, first || changed
 }
-
-// Republish implements backend.Publisher.
-func (n *network) Republish() <-chan struct{} { return n.republish }
 
 // Published implements backend.Publisher. This host decides by the data that the store has, because
 // peers do the same. Otherwise the packets of the two directions would travel different ways while

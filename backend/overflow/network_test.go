@@ -222,7 +222,7 @@ func TestChoice(t *testing.T) {
 	}
 
 	b.Do(func() { b.Quota = 10 })
-	for len(b.net.republish) == 0 {
+	for len(b.net.Republish()) == 0 {
 		<-b.net.Changed()
 		b.sync()
 	}
@@ -254,7 +254,7 @@ func TestRestart(t *testing.T) {
 		b.sync()
 	}
 	b.expectByTunnel("after a restart")
-	if len(b.net.republish) > 0 {
+	if len(b.net.Republish()) > 0 {
 		t.Error("the host wants to publish something")
 	}
 	if got := string(b.net.own.Endpoints[0].Data); got != string(own.Endpoints[0].Data) {

@@ -17,7 +17,6 @@ import (
 	"github.com/flanneld/flanneld/backend/wireguard/internal/discovery"
 	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
-	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -33,8 +32,7 @@ type network struct {
 	discovery      *discovery.Discovery
 	lookups        *lookups
 	look           time.Duration // when to read the devices again, on the steady clock; zero if there is no need
-	republish      wait.Signal
-	failed         bool // the last pass failed, and the next set does not repeat its changes
+	failed         bool          // the last pass failed, and the next set does not repeat its changes
 	now            func() discovery.Instant
 }
 
@@ -160,7 +158,7 @@ func (n *network) learn(ctx context.Context, now time.Duration, set backend.Set)
 	}
 	if shared, changed := n.discovery.Publish(now); changed {
 		n.published.Store(&shared)
-		n.republish.Send()
+		n.RequestPublish()
 		klog.FromContext(ctx).Info("sharing the endpoints of peers behind NAT in this host's lease", "endpoints", len(shared))
 	}
 }
@@ -293,12 +291,6 @@ func (n *network) Objects(key string) []backend.ObjectReport {
 	}
 	return hs
 }
-
-// Republish implements backend.Publisher.
-func (n *network) Republish() <-chan struct{} { return n.republish }
-
-// Published implements backend.Publisher. There is nothing to do after a write.
-func (*network) Published(subnet.Claim) {}
 
 // Report implements backend.Inspector. WireGuard does not count drops.
 func (n *network) Report() backend.NetworkReport {

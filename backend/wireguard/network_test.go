@@ -22,7 +22,6 @@ import (
 	"github.com/flanneld/flanneld/backend/backendtest"
 	"github.com/flanneld/flanneld/backend/wireguard/internal/discovery"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 	"github.com/flanneld/flanneld/subnet"
@@ -150,7 +149,7 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	}
 	c := &fakeControl{peers: map[string]map[wgtypes.Key]wgtypes.Peer{}}
 	n := &network{
-		Backend: b.(*Backend), key: key(1), control: c, now: currentInstant, republish: wait.NewSignal(), Programmer: p,
+		Backend: b.(*Backend), key: key(1), control: c, now: currentInstant, Programmer: p,
 	}
 	n.Base = n.base(*host(t, 1, 1), dataplane.KindWireGuard)
 	for _, l := range n.Base.Links { // the links exist already

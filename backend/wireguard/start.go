@@ -20,7 +20,6 @@ import (
 	"github.com/flanneld/flanneld/backend/wireguard/internal/discovery"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/subnet"
@@ -36,7 +35,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
-	n := &network{Backend: b, Programmer: p, key: key, now: currentInstant, republish: wait.NewSignal()}
+	n := &network{Backend: b, Programmer: p, key: key, now: currentInstant}
 	n.lookups = newLookups(n.Notifier, lookup)
 	if b.config.PSKFile != "" {
 		n.Go(func(ctx context.Context) { watchPSKFile(ctx, b.config.PSKFile, n.Notify) })
