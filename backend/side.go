@@ -2,7 +2,11 @@
 
 package backend
 
-import "github.com/flanneld/flanneld/subnet"
+import (
+	"encoding/json"
+
+	"github.com/flanneld/flanneld/subnet"
+)
 
 // Matcher is implemented by backends that can be both the present and the next backend of a
 // migration, such as vxlan with two VNIs.
@@ -46,7 +50,7 @@ func (s Side) Of(l *subnet.Lease) (_ *subnet.Lease, ok bool) {
 	if !hasNext {
 		return nil, false
 	}
-	next := l.Next(s.LeaseType)
+	next := l.For(s.LeaseType, func(e subnet.Endpoint) json.RawMessage { return e.NextData })
 	return &next, s.matches(next)
 }
 

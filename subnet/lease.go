@@ -69,12 +69,16 @@ func (l Lease) Claim() Claim {
 	return Claim{BackendType: l.BackendType, NextType: l.NextType, Endpoints: l.Endpoints}
 }
 
-// Next returns the lease that the node would have if it used only its next backend. backendType
-// becomes the BackendType of the lease.
-func (l Lease) Next(backendType string) Lease {
+// For returns the lease that the node would have if it used only a backend with this type in leases, whose data in each
+// endpoint is what data returns.
+func (l Lease) For(backendType string, data func(Endpoint) json.RawMessage) Lease {
 	l.BackendType = backendType
 	l.NextType = ""
-	l.Endpoints = nextEndpoints(l.Endpoints)
+	l.Endpoints = slices.Clone(l.Endpoints)
+	for i, e := range l.Endpoints {
+		l.Endpoints[i].Data = data(e)
+		l.Endpoints[i].NextData = nil
+	}
 	return l
 }
 
@@ -118,20 +122,9 @@ func (c Claim) Subnets() []netip.Prefix {
 	return ps
 }
 
-// Next returns the claim that the node would make if it used only its next backend. backendType
-// becomes the BackendType of the claim.
-func (c Claim) Next(backendType string) Claim {
-	return Claim{BackendType: backendType, Endpoints: nextEndpoints(c.Endpoints)}
-}
-
-// nextEndpoints returns a copy of es that has NextData as its Data, and no NextData.
-func nextEndpoints(es []Endpoint) []Endpoint {
-	next := slices.Clone(es)
-	for i := range next {
-		next[i].Data = next[i].NextData
-		next[i].NextData = nil
-	}
-	return next
+// Lease returns a lease whose Claim is c.
+func (c Claim) Lease() Lease {
+	return Lease{BackendType: c.BackendType, NextType: c.NextType, Endpoints: c.Endpoints}
 }
 
 // compareAge orders leases by the time at which they came into the store, and then by key.

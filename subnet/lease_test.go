@@ -36,8 +36,8 @@ func TestLeasesAreSortedAsNumbers(t *testing.T) {
 	}
 }
 
-// TestNext takes the step to the next backend with a lease and with its claim.
-func TestNext(t *testing.T) {
+// TestLeaseForOneBackend makes a lease and its claim with the data of the next backend alone.
+func TestLeaseForOneBackend(t *testing.T) {
 	e := func(subnet, data, next string) Endpoint {
 		p := netip.MustParsePrefix(subnet)
 		return Endpoint{Subnet: p, PublicIP: p.Addr(), Data: json.RawMessage(data), NextData: json.RawMessage(next)}
@@ -49,16 +49,17 @@ func TestNext(t *testing.T) {
 	if diff := cmp.Diff(claim, l.Claim(), netips); diff != "" {
 		t.Errorf("claim (-want +got):\n%s", diff)
 	}
+	if diff := cmp.Diff(claim, claim.Lease().Claim(), netips); diff != "" {
+		t.Errorf("claim of its lease (-want +got):\n%s", diff)
+	}
 	after := []Endpoint{before[0], before[1]}
 	for i := range after {
 		after[i].Data = before[i].NextData
 		after[i].NextData = nil
 	}
-	if diff := cmp.Diff(Lease{Key: "a", Order: 7, BackendType: "vxlan", Endpoints: after}, l.Next("vxlan"), netips); diff != "" {
-		t.Errorf("next lease (-want +got):\n%s", diff)
-	}
-	if diff := cmp.Diff(Claim{BackendType: "vxlan", Endpoints: after}, claim.Next("vxlan"), netips); diff != "" {
-		t.Errorf("next claim (-want +got):\n%s", diff)
+	got := l.For("vxlan", func(e Endpoint) json.RawMessage { return e.NextData })
+	if diff := cmp.Diff(Lease{Key: "a", Order: 7, BackendType: "vxlan", Endpoints: after}, got, netips); diff != "" {
+		t.Errorf("lease for the next backend (-want +got):\n%s", diff)
 	}
 	if diff := cmp.Diff(before, l.Endpoints, netips); diff != "" {
 		t.Errorf("the lease itself has changed (-want +got):\n%s", diff)

@@ -17,6 +17,7 @@ package location
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"slices"
 
@@ -133,15 +134,14 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 
 // claimInside returns the claim of the backend inside, which gets only its own data from prev.
 func (b *Backend) claimInside(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
-	before := subnet.Claim{BackendType: b.sides.inside.LeaseType, Endpoints: slices.Clone(prev.Endpoints)}
-	for i, e := range before.Endpoints {
+	before := prev.Lease().For(b.sides.inside.LeaseType, func(e subnet.Endpoint) json.RawMessage {
 		d, _ := decode(e.Data)
 		if d.Type != b.sides.inside.Type {
-			d.Data = nil
+			return nil
 		}
-		before.Endpoints[i].Data = d.Data
-	}
-	return b.inside.Claim(ctx, before)
+		return d.Data
+	})
+	return b.inside.Claim(ctx, before.Claim())
 }
 
 // asInside returns a lease as the backend inside uses it. It returns nil if the host is elsewhere, or

@@ -10,6 +10,7 @@ package migration
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -180,14 +181,16 @@ func (b *Backend) claimNext(ctx context.Context, prev subnet.Claim) (subnet.Clai
 
 // claim gives the backend only the data in prev that it has published itself, alone or in a migration.
 func (p part) claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
-	own, ok := p.side.Of(&subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints})
-	before := subnet.Claim{BackendType: p.side.LeaseType, Endpoints: slices.Clone(prev.Endpoints)}
-	for i := range before.Endpoints {
-		before.Endpoints[i].Data = nil
-		before.Endpoints[i].NextData = nil
-		if ok {
-			before.Endpoints[i].Data = own.Endpoints[i].Data
-		}
+	l := prev.Lease()
+	own, ok := p.side.Of(&l)
+	if !ok {
+		own = &l
 	}
-	return p.be.Claim(ctx, before)
+	before := own.For(p.side.LeaseType, func(e subnet.Endpoint) json.RawMessage {
+		if !ok {
+			return nil
+		}
+		return e.Data
+	})
+	return p.be.Claim(ctx, before.Claim())
 }

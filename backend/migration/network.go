@@ -5,6 +5,7 @@ package migration
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -217,12 +218,7 @@ func (n *network) CheckNext(l subnet.Lease) (identities []string, without *subne
 	if err != nil {
 		return nil, nil // the present backend serves the peer, see remember
 	}
-	less := *leases[present]
-	less.NextType = ""
-	less.Endpoints = slices.Clone(less.Endpoints)
-	for i := range less.Endpoints {
-		less.Endpoints[i].NextData = nil
-	}
+	less := leases[present].For(leases[present].BackendType, func(e subnet.Endpoint) json.RawMessage { return e.Data })
 	return identities, &less
 }
 

@@ -17,7 +17,9 @@ package overflow
 
 import (
 	"context"
+	"encoding/json"
 	"net/netip"
+	"slices"
 	"sync/atomic"
 
 	"github.com/flanneld/flanneld/backend"
@@ -59,16 +61,12 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	before := map[prefix.Family]data{}
 	addresses := map[prefix.Family]netip.Addr{}
 	if prev.BackendType == b.Describe().LeaseType {
-		tunnel := subnet.Claim{BackendType: b.side.LeaseType}
 		for _, e := range prev.Endpoints {
 			f := prefix.FamilyOf(e.PublicIP)
 			before[f], _, _ = decode(e.Data) // data that cannot be read is replaced
 			addresses[f] = e.PublicIP
-			e.Data = before[f].Overflow
-			e.NextData = nil
-			tunnel.Endpoints = append(tunnel.Endpoints, e)
 		}
-		prev = tunnel
+		prev = prev.Lease().For(b.side.LeaseType, ofTunnel).Claim()
 	}
 
 	claim, err := b.tunnel.Claim(ctx, prev)
@@ -96,17 +94,12 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 // tunnelled returns the chosen endpoints of l as the tunnel uses them.
 func (b *Backend) tunnelled(l *subnet.Lease, chosen func(subnet.Endpoint) bool) *subnet.Lease {
 	own := *l
-	own.BackendType = b.side.LeaseType
-	own.NextType = ""
-	own.Endpoints = nil
-
-	for _, e := range l.Endpoints {
-		if chosen(e) {
-			d, _, _ := decode(e.Data) // Check has refused data that cannot be read
-			e.Data = d.Overflow
-			e.NextData = nil
-			own.Endpoints = append(own.Endpoints, e)
-		}
-	}
+	own.Endpoints = slices.DeleteFunc(slices.Clone(l.Endpoints), func(e subnet.Endpoint) bool { return !chosen(e) })
+	own = own.For(b.side.LeaseType, ofTunnel)
 	return &own
+}
+
+func ofTunnel(e subnet.Endpoint) json.RawMessage {
+	d, _, _ := decode(e.Data) // Check has refused data that cannot be read
+	return d.Overflow
 }

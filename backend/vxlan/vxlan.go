@@ -84,8 +84,8 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 		return subnet.Claim{}, err
 	}
 
-	side := backend.NewSide(b, Type)
-	if own, ok := side.Of(&subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints}); ok {
+	before := prev.Lease()
+	if own, ok := backend.NewSide(b, Type).Of(&before); ok {
 		prev = own.Claim() // after or during a migration, prev may have data for two backends
 	}
 

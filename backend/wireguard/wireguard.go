@@ -120,7 +120,7 @@ func (b *Backend) publishes(prev subnet.Claim) discovery.Endpoints {
 		return *now
 	}
 
-	own := subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints}
+	own := prev.Lease()
 	side, ok := backend.NewSide(b, Type).Of(&own)
 	if !ok {
 		return discovery.Endpoints{}
