@@ -232,7 +232,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	}
 
 	changed := n.update(set)
-	probed := n.prober.take()
+	probed := n.prober.answered()
 	answered := slices.Collect(maps.Keys(probed))
 	out, err := n.syncParts(ctx, set, answered)
 	n.decide(changed, probed)

@@ -180,7 +180,7 @@ func answer(n *network, keys ...string) {
 	n.prober.mu.Lock()
 	defer n.prober.mu.Unlock()
 	for _, key := range keys {
-		n.prober.answered[key] = n.targets(key)
+		n.prober.peers[key] = &probed{targets: n.targets(key), answered: true}
 	}
 }
 

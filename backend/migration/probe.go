@@ -52,21 +52,20 @@ type prober struct {
 	ping     func(ctx context.Context, to netip.Addr, path ping.Path, timeout time.Duration) (time.Duration, error) // of pinger; tests replace it
 	noSocket sync.Once                                                                                              // logs why nothing can be sent
 
-	mu       sync.Mutex
-	peers    map[string]*probed
-	answered map[string][]target // targets of the peers that have answered since the last take
+	mu    sync.Mutex // guards peers, and answered of each
+	peers map[string]*probed
 }
 
-// probed is a peer that has not answered yet.
+// probed is a peer with its present targets.
 type probed struct {
-	key     string
-	targets []target
-	due     time.Time
-	pause   wait.Backoff
+	targets  []target
+	due      time.Time
+	pause    wait.Backoff
+	answered bool // at all targets, so it is probed no more
 }
 
 func newProber(notify func()) *prober {
-	p := &prober{notify: notify, changed: wait.NewSignal(), pinger: ping.NewPinger(), peers: map[string]*probed{}, answered: map[string][]target{}}
+	p := &prober{notify: notify, changed: wait.NewSignal(), pinger: ping.NewPinger(), peers: map[string]*probed{}}
 	p.ping = p.pinger.Ping
 	return p
 }
@@ -75,35 +74,30 @@ func newProber(notify func()) *prober {
 func (p *prober) aim(key string, targets []target) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if peer := p.peers[key]; peer != nil {
-		if slices.Equal(peer.targets, targets) {
-			return
-		}
-		delete(p.peers, key)
+	if peer := p.peers[key]; peer != nil && slices.Equal(peer.targets, targets) {
+		return
 	}
-	if answered, ok := p.answered[key]; ok && slices.Equal(answered, targets) {
-		return // take has not been called since
-	}
-
-	delete(p.answered, key)
+	delete(p.peers, key)
 	if len(targets) == 0 {
 		return
 	}
-
-	peer := &probed{key: key, targets: targets, due: time.Now().Add(settling)}
-	peer.pause.Least = leastProbe
-	peer.pause.Most = mostProbe
-	p.peers[key] = peer
+	p.peers[key] = &probed{
+		targets: targets, due: time.Now().Add(settling), pause: wait.Backoff{Least: leastProbe, Most: mostProbe},
+	}
 	p.changed.Send()
 }
 
-// take returns the peers that have answered since the last call, with their targets.
-func (p *prober) take() map[string][]target {
+// answered returns the peers that have answered, with their targets.
+func (p *prober) answered() map[string][]target {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	answered := p.answered
-	p.answered = map[string][]target{}
-	return answered
+	all := map[string][]target{}
+	for key, peer := range p.peers {
+		if peer.answered {
+			all[key] = peer.targets
+		}
+	}
+	return all
 }
 
 func (p *prober) run(ctx context.Context) {
@@ -126,7 +120,7 @@ func (p *prober) next(now time.Time) (peer *probed, pause time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, one := range p.peers {
-		if peer == nil || one.due.Before(peer.due) {
+		if !one.answered && (peer == nil || one.due.Before(peer.due)) {
 			peer = one
 		}
 	}
@@ -156,11 +150,6 @@ func (p *prober) probe(ctx context.Context, peer *probed) {
 
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.peers[peer.key] != peer { // it has answered before, or has other targets now
-		return
-	}
-
-	delete(p.peers, peer.key)
-	p.answered[peer.key] = peer.targets
+	peer.answered = true
 	p.notify()
 }
