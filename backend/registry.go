@@ -19,10 +19,26 @@ import (
 // warnings, for example about unknown keys.
 type Factory func(raw json.RawMessage, env Env) (b Backend, warnings []string, err error)
 
-// Migrate creates the backend for a configuration with a next backend. It calls create for each of
-// the two backends, with an Env whose Config names that backend. Migrate and create return warnings
-// like those of a Factory.
-type Migrate func(env Env, create func(Env) (Backend, []string, error)) (Backend, []string, error)
+// Create creates the backend that the Config of an Env names. It returns warnings like those of a Factory.
+type Create func(Env) (Backend, []string, error)
+
+// within returns a Create like c for the backend that a key of the configuration names. Warnings and errors begin with
+// the key.
+func (c Create) within(key string) Create {
+	return func(env Env) (Backend, []string, error) {
+		b, warnings, err := c(env)
+		if err != nil {
+			return nil, nil, fmt.Errorf("%s: %w", key, err)
+		}
+		for i := range warnings {
+			warnings[i] = key + ": " + warnings[i]
+		}
+		return b, warnings, nil
+	}
+}
+
+// Migrate creates the backend for a configuration with a next backend, from the two backends.
+type Migrate func(env Env, present, next Create) (Backend, []string, error)
 
 // Combine returns the backend that uses the routers of a cloud, and a tunnel to hosts that they do not reach.
 type Combine func(cloud *CloudBackend, tunnel Backend) Backend
@@ -85,7 +101,7 @@ func (r Registry) New(env Env) (Backend, []string, error) {
 	if r.Migrate == nil {
 		return nil, nil, errors.New("NextBackend is not supported")
 	}
-	return r.Migrate(env, r.one)
+	return r.Migrate(env, r.one, Create(r.one).within("NextBackend"))
 }
 
 // one ignores a next backend.
@@ -130,18 +146,14 @@ func (r Registry) overflow(c *CloudBackend, warnings []string) (Backend, []strin
 	env.Elsewhere = true
 	env.Config.BackendType = c.Overflow.Type
 	env.Config.Backend = c.Overflow.Raw
-	tunnel, more, err := r.one(env)
+	tunnel, more, err := Create(r.one).within("Overflow")(env)
 	if err != nil {
-		return nil, nil, fmt.Errorf("Overflow: %w", err)
+		return nil, nil, err
 	}
-
-	for _, w := range more {
-		warnings = append(warnings, "Overflow: "+w)
-	}
-	return r.Combine(c, tunnel), warnings, nil
+	return r.Combine(c, tunnel), append(warnings, more...), nil
 }
 
-func (r Registry) located(env Env, between func(Env) (Backend, []string, error), same SameLocation) (Backend, []string, error) {
+func (r Registry) located(env Env, between Create, same SameLocation) (Backend, []string, error) {
 	entry := r.entries[same.Type]
 	if !entry.Inside || r.Locate == nil {
 		return nil, nil, fmt.Errorf("Backend.SameLocation is %q: want one of %s, or an object with this Type and its keys",
@@ -158,12 +170,12 @@ func (r Registry) located(env Env, between func(Env) (Backend, []string, error),
 		return nil, nil, fmt.Errorf("Backend has both MTU %q and SameLocation, which do not work together: remove one of them", probe)
 	}
 
-	inside := func(env Env) (Backend, []string, error) {
+	inside := Create(func(env Env) (Backend, []string, error) {
 		env.Config.BackendType = same.Type
 		env.Config.Backend = same.Raw
 		return r.one(env)
-	}
-	return r.Locate(env, same, between, inside)
+	})
+	return r.Locate(env, same, between, inside.within("SameLocation"))
 }
 
 // Types returns the types of all backends in alphabetical order.

@@ -47,4 +47,4 @@ func decodeInner(raw []byte, wrong error) (kind string, object json.RawMessage, 
 // Locate creates the backend of a network with locations. between(env) creates the backend for
 // packets between locations, and inside(env) the one for packets inside of a location. same is the
 // configuration of the latter.
-type Locate func(env Env, same SameLocation, between, inside func(Env) (Backend, []string, error)) (Backend, []string, error)
+type Locate func(env Env, same SameLocation, between, inside Create) (Backend, []string, error)

@@ -45,7 +45,7 @@ type Backend struct {
 }
 
 // New creates the backend of a network with locations. See backend.Locate.
-func New(env backend.Env, same backend.SameLocation, newBetween, newInside func(backend.Env) (backend.Backend, []string, error)) (backend.Backend, []string, error) {
+func New(env backend.Env, same backend.SameLocation, newBetween, newInside backend.Create) (backend.Backend, []string, error) {
 	b := &Backend{env: env, digest: digest(same)}
 	half := env
 	half.Part = func(ctx context.Context) *backend.Programmer { return b.kernel.NewPart(ctx, between) }
@@ -58,10 +58,7 @@ func New(env backend.Env, same backend.SameLocation, newBetween, newInside func(
 	half.Part = func(ctx context.Context) *backend.Programmer { return b.kernel.NewPart(ctx, inside) }
 	half.Underlay = withoutNAT(env.Underlay)
 	if b.inside, more, err = newInside(half); err != nil {
-		return nil, nil, fmt.Errorf("SameLocation: %w", err)
-	}
-	for _, w := range more {
-		warnings = append(warnings, "SameLocation: "+w)
+		return nil, nil, err
 	}
 
 	used := b.between.Describe().AllPorts()
@@ -73,7 +70,7 @@ func New(env backend.Env, same backend.SameLocation, newBetween, newInside func(
 
 	b.sides.between = backend.NewSide(b.between, env.Config.BackendType)
 	b.sides.inside = backend.NewSide(b.inside, same.Type)
-	return b, warnings, nil
+	return b, append(warnings, more...), nil
 }
 
 // withoutNAT replaces the public addresses by the local ones, to which hosts of one location send.

@@ -42,34 +42,25 @@ type part struct {
 	side backend.Side
 }
 
-// New creates the backend for a configuration with a next backend. create creates one of the
-// two. See backend.Migrate.
-func New(env backend.Env, create func(backend.Env) (backend.Backend, []string, error)) (backend.Backend, []string, error) {
+// New creates the backend for a configuration with a next backend. See backend.Migrate.
+func New(env backend.Env, newPresent, newNext backend.Create) (backend.Backend, []string, error) {
 	b := &Backend{env: env}
 	var warnings []string
-	for i, cfg := range [sides]subnet.Config{env.Config.Present(), env.Config.Next()} {
+	configs := [sides]subnet.Config{env.Config.Present(), env.Config.Next()}
+	for i, create := range [sides]backend.Create{newPresent, newNext} {
 		half := env
-		half.Config = cfg
+		half.Config = configs[i]
 		half.Part = func(ctx context.Context) *backend.Programmer {
 			p := b.kernel.NewPart(ctx, i)
 			p.Spare = i == next // such a route would receive packets to addresses that the network did not carry before
 			return p
 		}
 		be, more, err := create(half)
-		if err != nil && i == next {
-			return nil, nil, fmt.Errorf("NextBackend: %w", err)
-		}
 		if err != nil {
 			return nil, nil, err
 		}
-
-		for _, w := range more {
-			if i == next {
-				w = "NextBackend: " + w
-			}
-			warnings = append(warnings, w)
-		}
-		b.parts[i] = part{be, backend.NewSide(be, cfg.BackendType)}
+		warnings = append(warnings, more...)
+		b.parts[i] = part{be, backend.NewSide(be, half.Config.BackendType)}
 	}
 	if err := b.check(); err != nil {
 		return nil, nil, err
