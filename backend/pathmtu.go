@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/probe/pathmtu"
 	"github.com/flanneld/flanneld/subnet"
@@ -43,6 +44,9 @@ func (e Env) probe(ctx context.Context, p *Programmer, scope dataplane.Scope) er
 		}
 	}
 	p.prober = pathmtu.NewProber(c)
+	if p.whole != nil {
+		p.whole.probing[p.number].Store(p.prober)
+	}
 	p.Go(p.prober.Run)
 	return nil
 }
@@ -64,12 +68,17 @@ func (p *Programmer) WithResized(peers Set) Set {
 	return peers
 }
 
-// PathMTU implements PathSizer.
-func (p *Programmer) PathMTU(subnet netip.Prefix) int {
-	if p.prober == nil {
-		return 0
+// PathMTU implements PathSizer. Of two parts it returns the smaller one of the path MTUs that they know.
+func (p *Programmer) PathMTU(subnet netip.Prefix) (mtu int) {
+	if p.prober != nil {
+		mtu = p.prober.Size(subnet)
 	}
-	return p.prober.Size(subnet)
+	for i := range p.probing {
+		if part := p.probing[i].Load(); part != nil {
+			mtu = least.Of(mtu, part.Size(subnet))
+		}
+	}
+	return mtu
 }
 
 // narrow sets the MTUs of narrow paths on the routes in objects, whose array it may change. There may be only one route

@@ -9,6 +9,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/least"
@@ -56,6 +57,9 @@ type Programmer struct {
 	kernel *dataplane.Reconciler // of the whole
 	whole  *Programmer           // nil unless p is a part
 	prober *pathmtu.Prober       // nil unless Backend.MTU is "probe"
+	// probing contains the probers of the parts, by number, for PathMTU.
+	probing [2]atomic.Pointer[pathmtu.Prober]
+	number  int // of a part
 
 	objects  map[string][]dataplane.Object  // by lease key
 	changed  map[string]struct{}            // keys of leases for which Desired or Merge must be called
@@ -111,6 +115,8 @@ func (p *Programmer) NewPart(ctx context.Context, number int) *Programmer {
 	part.republish = p.republish
 	part.kernel = p.kernel
 	part.whole = p
+	part.number = number
+	p.probing[number].Store(nil)
 	p.Parts[number] = part
 	p.all = true
 	return part

@@ -175,7 +175,9 @@ func (s *Syncer) step(ctx context.Context) error {
 	if chooser, ok := s.Network.(Chooser); ok {
 		choices := map[string]Choice{}
 		for key := range set.Leases {
-			choices[key] = chooser.Choice(key)
+			if c := chooser.Choice(key); c.Backend != "" {
+				choices[key] = c
+			}
 		}
 		outcome.Again = least.Of(outcome.Again, s.log.choices.log(ctx, time.Now(), choices))
 	}

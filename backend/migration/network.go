@@ -11,7 +11,6 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -32,8 +31,7 @@ type network struct {
 	*backend.Programmer // which the two backends share
 
 	own     subnet.Lease
-	running [sides]backend.Network                   // that of the next backend is nil while it does not run
-	sizers  [sides]atomic.Pointer[backend.PathSizer] // those in running that implement PathSizer; nil for the others
+	running [sides]backend.Network // that of the next backend is nil while it does not run
 	prober  *prober
 	mtu     int
 
@@ -93,7 +91,6 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		return nil, oneline.Join(err, n.Close())
 	}
 	n.mtu = least.Of(n.running[present].MTU(), b.parts[next].be.Describe().MTU)
-	n.follow(present)
 	n.startNext(ctx)
 	n.prober = newProber(n.Notify)
 	n.Go(n.prober.run)
@@ -109,13 +106,6 @@ func (b *Backend) startPresent(ctx context.Context, own subnet.Lease) (backend.N
 		return nil, fmt.Errorf("start %s: %w: %w", part.side.Type, subnet.ErrUnfit, errNoData)
 	}
 	return part.be.Start(ctx, *l)
-}
-
-// follow makes PathMTU ask a backend that has started.
-func (n *network) follow(side int) {
-	if s, ok := n.running[side].(backend.PathSizer); ok {
-		n.sizers[side].Store(&s)
-	}
 }
 
 var errNoData = errors.New("this host's lease has no data for it")
@@ -153,7 +143,6 @@ func (n *network) startNext(ctx context.Context) {
 		return
 	}
 
-	n.follow(next)
 	n.notStarted = nil
 	klog.FromContext(ctx).Info("the next backend is running", "next", part.side.Type)
 }
@@ -559,17 +548,6 @@ func (n *network) Choice(key string) backend.Choice {
 		return backend.Choice{}
 	}
 	return backend.Choice{Backend: n.parts[p.side].side.Type, Waiting: n.waiting(key)}
-}
-
-// PathMTU implements backend.PathSizer. It returns the smaller one of the path MTUs that the two
-// backends know, or 0 if they know none.
-func (n *network) PathMTU(subnet netip.Prefix) (mtu int) {
-	for i := range n.sizers {
-		if s := n.sizers[i].Load(); s != nil {
-			mtu = least.Of(mtu, (*s).PathMTU(subnet))
-		}
-	}
-	return mtu
 }
 
 // Report implements backend.Inspector. Mode is that of the present backend, and Dropped has the sums of both. At most one

@@ -33,10 +33,15 @@ type network struct {
 	compared  bool                         // the routes were compared since the start
 	failed    error                        // error of the last comparison
 
-	leases  map[string]*subnet.Lease // of the peers that need the tunnel, as the tunnel uses them
-	peers   map[string]string        // obstacles by key: why a peer needs the tunnel; empty if the cloud carries the packets
-	refused map[string]string        // reasons by key: why a peer that needs the tunnel cannot be reached by it
-	log     journal
+	leases map[string]*subnet.Lease // of the peers that need the tunnel, as the tunnel uses them
+	peers  map[string]peer          // by lease key
+	log    journal
+}
+
+// peer is another host.
+type peer struct {
+	obstacle string // why the host needs the tunnel; empty if the cloud carries the packets
+	refused  string // why the tunnel cannot reach the host although it needs that; empty if it can
 }
 
 // Start implements backend.Backend.
@@ -44,7 +49,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	n := &network{
 		Backend: b, Notifier: backend.NewNotifier(ctx), own: own,
 		data: map[prefix.Family]data{}, published: map[prefix.Family]data{},
-		leases: map[string]*subnet.Lease{}, peers: map[string]string{}, refused: map[string]string{},
+		leases: map[string]*subnet.Lease{}, peers: map[string]peer{},
 		log: journal{tunnel: b.side.Type, warn: b.cloud.Env.Warn},
 	}
 
@@ -99,16 +104,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 		}
 	}
 
-	keys := set.Changed
-	if set.All || changed {
-		keys = slices.Collect(maps.Keys(set.Leases))
-		for _, key := range slices.AppendSeq(slices.Collect(maps.Keys(n.peers)), maps.Keys(n.refused)) {
-			if set.Leases[key] == nil { // the peer has gone
-				keys = append(keys, key)
-			}
-		}
-	}
-
+	keys := backend.KeysToSync(backend.Set{Leases: set.Leases, Changed: set.Changed, All: set.All || changed}, n.peers)
 	for _, key := range keys {
 		n.choose(key, set.Leases[key])
 	}
@@ -117,8 +113,10 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	out, err := n.tunnel.Sync(ctx, set)
 
 	out.Repaired += repaired
-	for key, reason := range n.refused {
-		out.Refused = append(out.Refused, subnet.Refusal{Key: key, Reason: reason})
+	for key, p := range n.peers {
+		if p.refused != "" {
+			out.Refused = append(out.Refused, subnet.Refusal{Key: key, Reason: p.refused})
+		}
 	}
 	if set.All || out.Repaired > 0 {
 		n.filter.Loosen(ctx, n.Scope().Devices, n.cloud.Env.Underlay.Name, "so that packets are lost while a peer changes between the cloud and the tunnel")
@@ -178,19 +176,14 @@ func (n *network) Published(c subnet.Claim) {
 func (n *network) choose(key string, l *subnet.Lease) {
 	delete(n.leases, key)
 	delete(n.peers, key)
-	delete(n.refused, key)
 	if l != nil {
-		n.serve(key, l)
-	}
-	if n.refused[key] != "" { // neither the cloud nor the tunnel carries the packets
-		delete(n.peers, key)
+		n.peers[key] = n.serve(key, l)
 	}
 }
 
 // serve decides for each family whether the cloud or the tunnel carries the packets to a peer. If
 // neither can, it refuses the peer.
-func (n *network) serve(key string, l *subnet.Lease) {
-	n.peers[key] = ""
+func (n *network) serve(key string, l *subnet.Lease) (p peer) {
 	var withTunnel []prefix.Family
 	for _, e := range l.Endpoints {
 		d, known, _ := decode(e.Data) // Check has refused data that cannot be read
@@ -206,32 +199,33 @@ func (n *network) serve(key string, l *subnet.Lease) {
 			continue
 		}
 		if d.Overflow == nil {
-			n.refused[key] = fmt.Sprintf("it publishes no data for %s, and the cloud does not carry the packets: %s", n.side.Type, why)
+			p.refused = fmt.Sprintf("it publishes no data for %s, and the cloud does not carry the packets: %s", n.side.Type, why)
 			continue
 		}
-		n.peers[key] = why
+		p.obstacle = why
 		withTunnel = append(withTunnel, e.Family())
 	}
 	if len(withTunnel) == 0 {
-		return
+		return p
 	}
 
 	own := n.tunnelled(l, func(e subnet.Endpoint) bool { return slices.Contains(withTunnel, e.Family()) })
 	if _, err := n.tunnel.Check(*own); err != nil {
-		n.refused[key] = fmt.Sprintf("its data for %s cannot be used: %v, and the cloud does not carry the packets: %s", n.side.Type, err, n.peers[key])
-		return
+		p.refused = fmt.Sprintf("its data for %s cannot be used: %v, and the cloud does not carry the packets: %s", n.side.Type, err, p.obstacle)
+		return p
 	}
 	n.leases[key] = own
+	return p
 }
 
 // Choice implements backend.Chooser.
 func (n *network) Choice(key string) backend.Choice {
-	obstacle, known := n.peers[key]
-	if !known {
+	p, known := n.peers[key]
+	switch {
+	case !known || p.refused != "":
 		return backend.Choice{}
-	}
-	if obstacle != "" {
-		return backend.Choice{Backend: n.side.Type, Waiting: obstacle}
+	case p.obstacle != "":
+		return backend.Choice{Backend: n.side.Type, Waiting: p.obstacle}
 	}
 	return backend.Choice{Backend: n.cloud.Type}
 }
@@ -242,10 +236,12 @@ func (n *network) Report() backend.NetworkReport {
 	if n.compared {
 		ways.Problem = problem(n.data, n.failed, n.side.Type)
 	}
-	for _, obstacle := range n.peers {
-		if obstacle != "" {
+	for _, p := range n.peers {
+		switch {
+		case p.refused != "":
+		case p.obstacle != "":
 			ways.ByTunnel++
-		} else {
+		default:
 			ways.ByCloud++
 		}
 	}
