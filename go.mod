@@ -43,7 +43,6 @@ require (
 )
 
 require (
-	cloud.google.com/go/compute/metadata v0.9.0
 	github.com/aws/smithy-go v1.28.9 // indirect
 	github.com/beorn7/perks v1.0.1 // indirect
 	github.com/cenkalti/backoff/v5 v5.0.3 // indirect

@@ -3,6 +3,7 @@
 package gce
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net/netip"
@@ -10,8 +11,6 @@ import (
 	"os"
 	"path"
 	"strings"
-
-	"cloud.google.com/go/compute/metadata"
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/cloud"
@@ -49,7 +48,10 @@ func confidential(text string) bool {
 }
 
 func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, error) {
-	me := &identity{service: metadata.NewClient(transport.NewDirect())}
+	host := cmp.Or(os.Getenv("GCE_METADATA_HOST"), "169.254.169.254") // as Google's own clients read it
+	me := &identity{Metadata: &access.Metadata{
+		Cloud: "Google Cloud", Page: page, URL: "http://" + host, Root: "computeMetadata/v1/", Flavor: "Google",
+	}}
 	c := &client{
 		Client:   access.Client{Keys: me.bearer, Renew: me.forget, HTTP: transport.NewClient(), Calls: calls},
 		identity: me, endpoints: at, poll: wait.Backoff{Least: leastPoll, Most: mostPoll},
@@ -60,7 +62,7 @@ func connect(ctx context.Context, at endpoints, calls *cloud.Calls) (*client, er
 		to   *string
 	}{{"project/project-id", &c.project}, {"instance/name", &c.instance}, {"instance/zone", &c.zone}} {
 		var err error
-		if *value.to, err = c.identity.read(ctx, value.path); err != nil {
+		if *value.to, err = c.Read(ctx, value.path); err != nil {
 			return nil, err
 		}
 	}

@@ -19,7 +19,6 @@ import (
 	"testing"
 	"time"
 
-	"cloud.google.com/go/compute/metadata"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/textlogger"
 
@@ -492,7 +491,10 @@ func TestFleet(t *testing.T) {
 	cloudtest.Connectionless(t, s)
 	cloudtest.Live(t, cloudtest.Fleet{
 		Start: func(t *testing.T, _, number int, address netip.Addr) cloud.Cloud {
-			me := &identity{service: metadata.NewClient(&http.Client{Transport: cloudtest.InProcess{Handler: s.Metadata(s.AddInstance(number, address).Name)}})}
+			me := &identity{Metadata: &access.Metadata{
+				URL: "http://metadata", Root: "computeMetadata/v1/", Flavor: "Google",
+				HTTP: &http.Client{Transport: cloudtest.InProcess{Handler: s.Metadata(s.AddInstance(number, address).Name)}},
+			}}
 			c := &client{
 				Client:   access.Client{Keys: me.bearer, Renew: me.forget, HTTP: transport.NewClient(), Calls: &cloud.Calls{}},
 				identity: me, endpoints: endpoints{compute: "https://compute.googleapis.com/compute/v1/"},

@@ -12,8 +12,6 @@ import (
 	"strings"
 	"time"
 
-	"cloud.google.com/go/compute/metadata"
-
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
@@ -24,27 +22,9 @@ const tokenReserve = time.Minute
 // identity asks the metadata service about this host, and keeps the token that it gets there. Only one
 // goroutine at a time may use it.
 type identity struct {
-	service *metadata.Client
-	token   string
-	until   time.Time // when bearer reads a new token
-}
-
-// read returns a metadata.NotDefinedError if there is no such value. Other errors wrap
-// cloud.ErrUnavailable.
-func (i *identity) read(ctx context.Context, name string) (string, error) {
-	ctx, cancel := context.WithTimeout(ctx, transport.Timeout)
-	defer cancel()
-	text, err := i.service.GetWithContext(ctx, name)
-	if _, undefined := errors.AsType[metadata.NotDefinedError](err); undefined {
-		return "", err
-	}
-	if err == nil && strings.TrimSpace(text) == "" {
-		err = errors.New("the answer is empty")
-	}
-	if err != nil {
-		return "", fmt.Errorf("%w: read %s from the metadata service of Google Cloud: %s", cloud.ErrUnavailable, name, transport.Reason(err))
-	}
-	return strings.TrimSpace(text), nil
+	*access.Metadata
+	token string
+	until time.Time // when bearer reads a new token
 }
 
 // account is the path of the service account of the instance.
@@ -56,7 +36,7 @@ func (i *identity) bearer(ctx context.Context) (access.Keys, error) {
 		return access.Keys{Token: i.token}, nil
 	}
 
-	text, err := i.read(ctx, account+"token")
+	text, err := i.Read(ctx, account+"token")
 	if err != nil {
 		return access.Keys{}, withoutAccount(err)
 	}
@@ -79,14 +59,14 @@ func (i *identity) forget() { i.token = "" }
 
 // withoutAccount says what to do if err means that the instance has no service account.
 func withoutAccount(err error) error {
-	if _, undefined := errors.AsType[metadata.NotDefinedError](err); undefined {
+	if errors.Is(err, access.ErrUndefined) {
 		return errors.New("the instance has no service account: attach one, and give it the permissions of " + page)
 	}
 	return err
 }
 
 func (i *identity) checkScopes(ctx context.Context) error {
-	text, err := i.read(ctx, account+"scopes")
+	text, err := i.Read(ctx, account+"scopes")
 	if err != nil {
 		return withoutAccount(err)
 	}
@@ -131,7 +111,7 @@ func (n networkInterface) has(a netip.Addr) bool {
 }
 
 func (i *identity) interfaces(ctx context.Context) (all []networkInterface, err error) {
-	text, err := i.read(ctx, "instance/network-interfaces/?recursive=true")
+	text, err := i.Read(ctx, "instance/network-interfaces/?recursive=true")
 	if err != nil {
 		return nil, err
 	}

@@ -31,7 +31,12 @@ type Metadata struct {
 	Cloud string // for errors, such as Alibaba Cloud
 	Page  string // path of the documentation page with the policy of the role
 	URL   string // without a path
-	Roles string // path below meta-data that lists the role of the instance, such as ram/security-credentials/
+	Roles string // path of the value that lists the role of the instance, such as ram/security-credentials/
+	// Root is the path of the values below URL; empty means latest/meta-data/.
+	Root string
+	// Flavor is the value of the header Metadata-Flavor; empty if the service does not require it.
+	Flavor string
+	HTTP   *http.Client // nil means transport.NewDirect
 	// Session is the name of the header that contains the id of a session with the service. The name of the
 	// header that opens a session begins with it. Session is empty if the service has no sessions.
 	Session string
@@ -42,7 +47,7 @@ type Metadata struct {
 	until   time.Time // when the keys must not be used any more
 }
 
-// Read returns the value at a path below meta-data. The error wraps ErrUndefined if there is no such
+// Read returns the value at a path below Root. The error wraps ErrUndefined if there is no such
 // value.
 func (m *Metadata) Read(ctx context.Context, path string) (string, error) {
 	text, err := m.read(ctx, path)
@@ -60,8 +65,11 @@ func (m *Metadata) read(ctx context.Context, path string) (string, error) {
 	if m.session != "" {
 		header.Set(m.Session, m.session)
 	}
+	if m.Flavor != "" {
+		header.Set("Metadata-Flavor", m.Flavor)
+	}
 
-	status, text, err := m.send(ctx, http.MethodGet, "meta-data/"+path, header)
+	status, text, err := m.send(ctx, http.MethodGet, cmp.Or(m.Root, "latest/meta-data/")+path, header)
 	if err != nil {
 		return "", err
 	}
@@ -86,7 +94,7 @@ func (m *Metadata) open(ctx context.Context) error {
 
 	header := http.Header{}
 	header.Set(m.Session+"-ttl-seconds", fmt.Sprint(int(sessionTime.Seconds())))
-	status, text, err := m.send(ctx, http.MethodPut, "api/token", header)
+	status, text, err := m.send(ctx, http.MethodPut, "latest/api/token", header)
 	if err != nil {
 		return err
 	}
@@ -101,12 +109,16 @@ func (m *Metadata) open(ctx context.Context) error {
 }
 
 func (m *Metadata) send(ctx context.Context, method, path string, header http.Header) (status int, text string, err error) {
-	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(m.URL, "/")+"/latest/"+path, nil)
+	req, err := http.NewRequestWithContext(ctx, method, strings.TrimSuffix(m.URL, "/")+"/"+path, nil)
 	if err != nil {
 		return 0, "", errors.New("the address of the service is invalid")
 	}
 	req.Header = header
-	status, body, err := transport.Send(transport.NewDirect(), req)
+	client := m.HTTP
+	if client == nil {
+		client = transport.NewDirect()
+	}
+	status, body, err := transport.Send(client, req)
 	return status, strings.TrimSpace(string(body)), err
 }
 
