@@ -383,6 +383,18 @@ func (p *Programmer) Close() error {
 	return p.kernel.Close()
 }
 
+// CloseWith closes the networks of the parts, of which each may be nil, and then p.
+func (p *Programmer) CloseWith(networks ...Network) error {
+	p.Notifier.Close() // whose functions may use the networks
+	var errs []error
+	for _, n := range networks {
+		if n != nil {
+			errs = append(errs, n.Close())
+		}
+	}
+	return oneline.Join(append(errs, p.Close())...)
+}
+
 func without(a, b []dataplane.Object) []dataplane.Object {
 	var rest []dataplane.Object
 	for _, o := range a {

@@ -225,13 +225,4 @@ func (n *network) Objects(key string) []backend.ObjectReport {
 }
 
 // Close implements backend.Network.
-func (n *network) Close() error {
-	n.Notifier.Close()
-	var errs []error
-	for _, part := range []backend.Network{n.running.inside, n.running.between} {
-		if part != nil {
-			errs = append(errs, part.Close())
-		}
-	}
-	return oneline.Join(append(errs, n.Programmer.Close())...)
-}
+func (n *network) Close() error { return n.CloseWith(n.running.inside, n.running.between) }

@@ -575,16 +575,7 @@ func (n *network) Objects(key string) []backend.ObjectReport {
 }
 
 // Close implements backend.Network.
-func (n *network) Close() error {
-	n.Notifier.Close()
-	var errs []error
-	for _, part := range n.running {
-		if part != nil {
-			errs = append(errs, part.Close())
-		}
-	}
-	return oneline.Join(append(errs, n.Programmer.Close())...)
-}
+func (n *network) Close() error { return n.CloseWith(n.running[:]...) }
 
 func bestRoutes(s dataplane.State) map[netip.Prefix]dataplane.Route {
 	best := map[netip.Prefix]dataplane.Route{}

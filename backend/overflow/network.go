@@ -35,7 +35,7 @@ type network struct {
 
 	leases map[string]*subnet.Lease // of the peers that need the tunnel, as the tunnel uses them
 	peers  map[string]peer          // by lease key
-	log    journal
+	logged string                   // kind of the problem of the routes to this host that was logged; empty if there is none
 }
 
 // peer is another host.
@@ -50,7 +50,6 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		Backend: b, Notifier: backend.NewNotifier(ctx), own: own,
 		data: map[prefix.Family]data{}, published: map[prefix.Family]data{},
 		leases: map[string]*subnet.Lease{}, peers: map[string]peer{},
-		log: journal{tunnel: b.side.Type, warn: b.cloud.Env.Warn},
 	}
 
 	for _, e := range own.Endpoints {
@@ -122,7 +121,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 		n.filter.Loosen(ctx, n.Scope().Devices, n.cloud.Env.Underlay.Name, "so that packets are lost while a peer changes between the cloud and the tunnel")
 	}
 	if n.compared {
-		n.log.problem(ctx, n.data, n.failed)
+		n.logProblem(ctx)
 	}
 	return out, err
 }

@@ -41,25 +41,18 @@ func allRouted(own map[prefix.Family]data) bool {
 	return true
 }
 
-// journal logs the problems of the routes to this host.
-type journal struct {
-	tunnel string                       // type of the tunnel's backend
-	warn   func(reason, message string) // may be nil
-	own    string                       // kind of the problem that was logged; empty if there is none
-}
-
-// problem logs and warns when the kind of the problem changes. The text may differ each time.
-func (j *journal) problem(ctx context.Context, own map[prefix.Family]data, failed error) {
-	text := problem(own, failed, j.tunnel)
+// logProblem logs and warns when the kind of the problem changes. The text may differ each time.
+func (n *network) logProblem(ctx context.Context) {
+	text := problem(n.data, n.failed, n.side.Type)
 	kind := ""
 	if text != "" {
-		kind = fmt.Sprint(cloud.Kind(failed), allRouted(own))
+		kind = fmt.Sprint(cloud.Kind(n.failed), allRouted(n.data))
 	}
-	if kind == j.own {
+	if kind == n.logged {
 		return
 	}
 
-	j.own = kind
+	n.logged = kind
 	log := klog.FromContext(ctx)
 	if text == "" {
 		log.Info("the routes of the cloud to this host are in order")
@@ -67,7 +60,7 @@ func (j *journal) problem(ctx context.Context, own map[prefix.Family]data, faile
 	}
 
 	log.Error(nil, "the routes of the cloud to this host are not in order", "reason", text)
-	if j.warn != nil {
-		j.warn("FlannelOverflow", text)
+	if n.cloud.Env.Warn != nil {
+		n.cloud.Env.Warn("FlannelOverflow", text)
 	}
 }
