@@ -173,13 +173,7 @@ func (s *Syncer) step(ctx context.Context) error {
 	}
 	s.log.result(ctx, err)
 	if chooser, ok := s.Network.(Chooser); ok {
-		choices := map[string]Choice{}
-		for key := range set.Leases {
-			if c := chooser.Choice(key); c.Backend != "" {
-				choices[key] = c
-			}
-		}
-		outcome.Again = least.Of(outcome.Again, s.log.choices.log(ctx, time.Now(), choices))
+		outcome.Again = least.Of(outcome.Again, s.log.choices.log(ctx, time.Now(), set.Leases, chooser))
 	}
 
 	s.err = err

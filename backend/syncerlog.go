@@ -139,12 +139,16 @@ type choiceLog struct {
 	next    time.Time            // when the next line may be logged
 }
 
-// log compares the choices of all peers with what it has logged. It returns the time until it must be called again, or
+// log compares the choices for all peers with what it has logged. It returns the time until it must be called again, or
 // zero if nothing waits to be logged.
-func (l *choiceLog) log(ctx context.Context, now time.Time, choices map[string]Choice) (again time.Duration) {
+func (l *choiceLog) log(ctx context.Context, now time.Time, peers map[string]*subnet.Lease, chooser Chooser) (again time.Duration) {
 	counts := map[string]int{}
 	var late []string
-	for key, c := range choices {
+	for key := range peers { // without a copy for each of thousands of peers
+		c := chooser.Choice(key)
+		if c.Backend == "" {
+			continue
+		}
 		counts[c.Backend]++
 		since, known := l.waiting[key]
 		switch {
@@ -160,7 +164,7 @@ func (l *choiceLog) log(ctx context.Context, now time.Time, choices map[string]C
 		}
 	}
 
-	maps.DeleteFunc(l.waiting, func(key string, _ time.Time) bool { return choices[key].Waiting == "" })
+	maps.DeleteFunc(l.waiting, func(key string, _ time.Time) bool { return chooser.Choice(key).Waiting == "" })
 	if maps.Equal(counts, l.counts) && len(late) == 0 {
 		return again
 	}
@@ -174,7 +178,7 @@ func (l *choiceLog) log(ctx context.Context, now time.Time, choices map[string]C
 	for i, key := range late {
 		l.waiting[key] = time.Time{}
 		if i < shown {
-			some = append(some, key+": "+choices[key].Waiting)
+			some = append(some, key+": "+chooser.Choice(key).Waiting)
 		}
 	}
 	l.counts = counts
