@@ -19,8 +19,8 @@ import (
 // drops large echo requests. Over IPv6 the least MTU is that of Family.MinMTU.
 const leastPathMTU = 576
 
-// probe makes p find the MTUs of the paths to peers, and set the MTU of each narrow path on the route to the peer. All
-// other routes get no MTU.
+// probe makes p find the MTUs of the paths to peers, and set the MTU of each narrow path on the route to the
+// peer. All other routes get no MTU.
 func (e Env) probe(ctx context.Context, p *Programmer, scope dataplane.Scope) error {
 	have, err := e.Kernel.Read(ctx, scope)
 	if err != nil {
@@ -81,8 +81,9 @@ func (p *Programmer) PathMTU(subnet netip.Prefix) (mtu int) {
 	return mtu
 }
 
-// narrow sets the MTUs of narrow paths on the routes in objects, whose array it may change. There may be only one route
-// to the whole network. A subnet with a narrow path then gets a route of its own. narrow is safe for concurrent use.
+// narrow sets the MTUs of narrow paths on the routes in objects, whose array it may change. There may be only
+// one route to the whole network. A subnet with a narrow path then gets a route of its own. narrow is safe
+// for concurrent use.
 func (p *Programmer) narrow(l subnet.Lease, objects []dataplane.Object) []dataplane.Object {
 	var paths []pathmtu.Path
 	var routes []dataplane.Route

@@ -28,9 +28,9 @@ const volatilePause = time.Second
 // Programmer is the common part of the networks of all kernel backends. It makes the
 // kernel's state match the leases of the peers.
 //
-// Two backends can share a Programmer, as in a migration. Each of them then has a part of it: a Programmer whose
-// Sync writes nothing. The Sync of the whole writes what both parts want, so one request replaces the best route to a
-// peer that moves from one to the other.
+// Two backends can share a Programmer, as in a migration. Each of them then has a part of it: a Programmer
+// whose Sync writes nothing. The Sync of the whole writes what both parts want, so one request replaces the
+// best route to a peer that moves from one to the other.
 type Programmer struct {
 	// Base is the wanted state without any peers.
 	Base dataplane.State
@@ -46,11 +46,12 @@ type Programmer struct {
 
 	// Parts and the fields up to Partial are those of a Programmer that two backends share.
 	Parts []*Programmer
-	// Merge returns the objects that the kernel should have for the peer with the lease key, from what the parts want.
-	// It must be safe for concurrent use. Touch names the keys for which it may return another result.
+	// Merge returns the objects that the kernel should have for the peer with the lease key, from what the
+	// parts want. It must be safe for concurrent use. Touch names the keys for which it may return another
+	// result.
 	Merge func(key string) []dataplane.Object
-	// Partial is set if the parts may not have named all that they want. Only what they no longer want is then
-	// deleted.
+	// Partial is set if the parts may not have named all that they want. Only what they no longer want is
+	// then deleted.
 	Partial bool
 
 	*Notifier
@@ -77,7 +78,8 @@ func (e Env) Programmer(ctx context.Context, scope dataplane.Scope) (*Programmer
 		p = e.Part(ctx)
 	} else {
 		var err error
-		p.kernel, err = dataplane.NewReconciler(dataplane.Config{Kernel: e.Kernel, Scope: scope, Resync: e.Resync})
+		c := dataplane.Config{Kernel: e.Kernel, Scope: scope, Resync: e.Resync}
+		p.kernel, err = dataplane.NewReconciler(c)
 		if err != nil {
 			return nil, err
 		}
@@ -187,7 +189,8 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 		}
 	}
 
-	keys := KeysToSync(Set{Leases: peers.Leases, All: all, Changed: slices.Collect(maps.Keys(p.changed))}, p.objects)
+	examine := Set{Leases: peers.Leases, All: all, Changed: slices.Collect(maps.Keys(p.changed))}
+	keys := KeysToSync(examine, p.objects)
 	objects := make([][]dataplane.Object, len(keys))
 	errs := make([]error, len(keys))
 	parallel.For(len(keys), func(i int) { objects[i], errs[i] = p.desired(ctx, keys[i], peers) })
@@ -220,9 +223,11 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	return p.write(ctx, removed, added, all, peers.Complete)
 }
 
-// write makes the kernel match the objects. removed and added are their changes since the last pass. If all is set,
-// anything may have changed.
-func (p *Programmer) write(ctx context.Context, removed, added []dataplane.Object, all, complete bool) (Outcome, error) {
+// write makes the kernel match the objects. removed and added are their changes since the last pass. If all
+// is set, anything may have changed.
+func (p *Programmer) write(
+	ctx context.Context, removed, added []dataplane.Object, all, complete bool,
+) (Outcome, error) {
 	p.gone = append(p.gone, removed...)
 	if complete {
 		if p.Partial {
@@ -245,9 +250,9 @@ func (p *Programmer) write(ctx context.Context, removed, added []dataplane.Objec
 	return o, oneline.Join(err, refused)
 }
 
-// reroute tells p and its parts whether routes of the host have changed. A route that changed during a pass may have
-// changed after Desired had looked at it. again is the time after which Desired must be called for all peers because
-// of that; zero if it need not.
+// reroute tells p and its parts whether routes of the host have changed. A route that changed during a pass
+// may have changed after Desired had looked at it. again is the time after which Desired must be called for
+// all peers because of that; zero if it need not.
 func (p *Programmer) reroute(rerouted bool) (again time.Duration) {
 	p.stale = p.stale || p.Volatile && rerouted
 	if p.stale {
@@ -262,7 +267,8 @@ func (p *Programmer) reroute(rerouted bool) (again time.Duration) {
 // Report implements Inspector.
 func (p *Programmer) Report() NetworkReport { return NetworkReport{Counts: p.Counts()} }
 
-// Counts returns for each kind of object how many are wanted, by all parts of the whole, and how many of these exist.
+// Counts returns for each kind of object how many are wanted, by all parts of the whole, and how many of
+// these exist.
 func (p *Programmer) Counts() map[string]dataplane.Count { return p.kernel.Counts() }
 
 // Has reports whether the kernel has o. A route of a part may stand by.
@@ -302,8 +308,8 @@ func (p *Programmer) desired(ctx context.Context, key string, peers Set) (object
 	return objects, nil
 }
 
-// RouteTo returns the route to a subnet of the peer with the lease key: one of the peer, or else one to the subnet
-// alone through the device of the route to the network around it.
+// RouteTo returns the route to a subnet of the peer with the lease key: one of the peer, or else one to the
+// subnet alone through the device of the route to the network around it.
 func (p *Programmer) RouteTo(key string, dst netip.Prefix) (_ dataplane.Route, ok bool) {
 	return p.routeTo(dst, p.objects[key])
 }
@@ -328,8 +334,8 @@ func (p *Programmer) routeTo(dst netip.Prefix, objects []dataplane.Object) (_ da
 	return dataplane.Route{}, false
 }
 
-// Refused returns why the kernel has refused a route of the peer with the lease key, or "" if it has not. It considers
-// only routes for which is returns true.
+// Refused returns why the kernel has refused a route of the peer with the lease key, or "" if it has not. It
+// considers only routes for which is returns true.
 func (p *Programmer) Refused(key string, is func(dataplane.Route) bool) string {
 	for _, refusal := range p.refused[key] {
 		if is(refusal.Route) {
@@ -373,8 +379,8 @@ func (p *Programmer) outcome(r dataplane.Report) (Outcome, error) {
 	return o, oneline.Join(errs...)
 }
 
-// Close ends the functions of the Notifier, and the monitor of the kernel unless p is a part. It does not change the
-// kernel.
+// Close ends the functions of the Notifier, and the monitor of the kernel unless p is a part. It does not
+// change the kernel.
 func (p *Programmer) Close() error {
 	p.Notifier.Close()
 	if p.whole != nil {

@@ -22,8 +22,8 @@ type Factory func(raw json.RawMessage, env Env) (b Backend, warnings []string, e
 // Create creates the backend that the Config of an Env names. It returns warnings like those of a Factory.
 type Create func(Env) (Backend, []string, error)
 
-// within returns a Create like c for the backend that a key of the configuration names. Warnings and errors begin with
-// the key.
+// within returns a Create like c for the backend that a key of the configuration names. Warnings and errors
+// begin with the key.
 func (c Create) within(key string) Create {
 	return func(env Env) (Backend, []string, error) {
 		b, warnings, err := c(env)

@@ -131,17 +131,19 @@ const (
 	patience = time.Minute
 )
 
-// choiceLog logs how many peers each backend of a Chooser serves, and names the peers that wait for the preferred
-// backend.
+// choiceLog logs how many peers each backend of a Chooser serves, and names the peers that wait for the
+// preferred backend.
 type choiceLog struct {
 	counts  map[string]int       // numbers of peers by backend that were logged last
 	waiting map[string]time.Time // since when a peer waits, by lease key; zero if the log has named it
 	next    time.Time            // when the next line may be logged
 }
 
-// log compares the choices for all peers with what it has logged. It returns the time until it must be called again, or
-// zero if nothing waits to be logged.
-func (l *choiceLog) log(ctx context.Context, now time.Time, peers map[string]*subnet.Lease, chooser Chooser) (again time.Duration) {
+// log compares the choices for all peers with what it has logged. It returns the time until it must be called
+// again, or zero if nothing waits to be logged.
+func (l *choiceLog) log(
+	ctx context.Context, now time.Time, peers map[string]*subnet.Lease, chooser Chooser,
+) (again time.Duration) {
 	counts := map[string]int{}
 	var late []string
 	for key := range peers { // without a copy for each of thousands of peers
@@ -183,6 +185,7 @@ func (l *choiceLog) log(ctx context.Context, now time.Time, peers map[string]*su
 	}
 	l.counts = counts
 	l.next = now.Add(choicesPause)
-	klog.FromContext(ctx).Info("packets to peers go by these backends", "peers", counts, "late", len(late), "because", some)
+	klog.FromContext(ctx).Info("packets to peers go by these backends",
+		"peers", counts, "late", len(late), "because", some)
 	return again
 }

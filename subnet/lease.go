@@ -69,8 +69,8 @@ func (l Lease) Claim() Claim {
 	return Claim{BackendType: l.BackendType, NextType: l.NextType, Endpoints: l.Endpoints}
 }
 
-// For returns the lease that the node would have if it used only a backend with this type in leases, whose data in each
-// endpoint is what data returns.
+// For returns the lease that the node would have if it used only a backend with this type in leases, whose
+// data in each endpoint is what data returns.
 func (l Lease) For(backendType string, data func(Endpoint) json.RawMessage) Lease {
 	l.BackendType = backendType
 	l.NextType = ""

@@ -38,7 +38,10 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		return nil, err
 	}
 	p.Base = b.env.Base(own)
-	return &network{Backend: b, Notifier: p.Notifier, kernel: p, setup: s.Number, running: map[string]bool{}, failures: map[string]failure{}}, nil
+	return &network{
+		Backend: b, Notifier: p.Notifier, kernel: p, setup: s.Number,
+		running: map[string]bool{}, failures: map[string]failure{},
+	}, nil
 }
 
 // Values of the IPv6 variables of PostStartupCommand and ShutdownCommand on a host without

@@ -117,8 +117,8 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	return out, oneline.Join(err, failed)
 }
 
-// noteFailed records the peers without a route inside. They are not refused, because the backend between locations
-// serves them.
+// noteFailed records the peers without a route inside. They are not refused, because the backend between
+// locations serves them.
 func (n *network) noteFailed(ctx context.Context, refused []subnet.Refusal) {
 	before := n.failed
 	n.failed = map[string]string{}

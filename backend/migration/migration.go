@@ -52,7 +52,9 @@ func New(env backend.Env, newPresent, newNext backend.Create) (backend.Backend, 
 		half.Config = configs[i]
 		half.Part = func(ctx context.Context) *backend.Programmer {
 			p := b.kernel.NewPart(ctx, i)
-			p.Spare = i == next // such a route would receive packets to addresses that the network did not carry before
+			// A route of the next backend to the network would receive packets to addresses that the network
+			// did not carry before.
+			p.Spare = i == next
 			return p
 		}
 		be, more, err := create(half)

@@ -323,9 +323,10 @@ func (n *network) remember(key string, l *subnet.Lease) {
 	}
 }
 
-// merge implements backend.Programmer.Merge. Both backends may want a route to each subnet of a peer. The route of the
-// backend that carries the packets has the usual metric, and the route of the other one stands by with a high metric.
-// So each backend always has a route on which the peer can be probed, even if it wants only one route to the network.
+// merge implements backend.Programmer.Merge. Both backends may want a route to each subnet of a peer. The
+// route of the backend that carries the packets has the usual metric, and the route of the other one stands
+// by with a high metric. So each backend always has a route on which the peer can be probed, even if it wants
+// only one route to the network.
 func (n *network) merge(key string) (all []dataplane.Object) {
 	p := n.peers[key]
 	if p == nil {
