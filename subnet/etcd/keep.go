@@ -13,6 +13,7 @@ import (
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
@@ -26,10 +27,7 @@ var errOwnChanged = errors.New("own key has changed")
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	defer m.outage.Forget(sourceLease)
 	b := m.backoff()
-	restores := m.backoff()
-	restores.Least = m.timing.restoreMin
-	restores.Most = m.timing.restored
-	var lastRestore time.Time
+	restores := wait.Backoff{Least: m.timing.restoreMin, Most: m.timing.restored, Share: 0.5, Forget: 10 * m.timing.restored}
 	var spare grant // an etcd lease that no key uses yet, for all tries until one succeeds
 	defer func() { m.revoke(ctx, spare) }()
 
@@ -44,17 +42,10 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 		case err != nil:
 		case restored:
 			// Two programs that overwrite each other's value must not do so in a tight loop.
-			if time.Since(lastRestore) > 10*m.timing.restored {
-				restores.Reset()
-			}
-			lastRestore = time.Now()
 			err = restores.Wait(ctx, 0)
 
 		default:
-			err = m.await(ctx, checked, func() {
-				b.Reset()
-				m.report(ctx, sourceLease, nil)
-			})
+			err = m.await(ctx, checked)
 		}
 
 		switch {
@@ -225,9 +216,8 @@ func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant, may 
 
 // await blocks until this host's key may have changed after revision checked, or has to be renewed. It
 // returns errOwnChanged in both cases, and also if the watch is silent or cannot continue from that
-// revision. It returns another error if the watch fails. It calls alive for every response of the
-// store.
-func (m *Manager) await(ctx context.Context, checked int64, alive func()) error {
+// revision. It returns another error if the watch fails.
+func (m *Manager) await(ctx context.Context, checked int64) error {
 	unlock, err := m.lock(ctx)
 	if err != nil {
 		return err
@@ -242,7 +232,7 @@ func (m *Manager) await(ctx context.Context, checked int64, alive func()) error 
 	}
 
 	err = m.follow(ctx, []string{m.dir + own.key}, checked+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
-		alive()
+		m.report(ctx, sourceLease, nil)
 		changed := slices.ContainsFunc(resp.Events, func(ev *mvccpb.Event) bool { return ev.Kv.ModRevision > checked })
 		// If the host was suspended, the timer is late by the time of the suspension.
 		if changed || own.grant.id != 0 && m.untilRenewal(own.grant) <= 0 {

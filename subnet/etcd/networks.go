@@ -79,7 +79,6 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 			listed := now.Revision
 			sink(now.clone())
 			err = m.follow(ctx, keys, listed+1, watcher{checks: true, on: func(resp *pb.WatchResponse, _ int64) error {
-				b.Reset()
 				m.report(ctx, sourceWatch, nil)
 				if now.apply(m, resp, listed) {
 					sink(now.clone())

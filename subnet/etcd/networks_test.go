@@ -171,7 +171,7 @@ func TestNetworksAfterACompaction(t *testing.T) {
 func TestNetworkPutAfterTheListing(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	m := f.manager(t)
-	listed, err := m.listConfigs(t.Context(), []string{m.root()})
+	listed, err := m.listConfigs(t.Context(), nil)
 	if err != nil {
 		t.Fatal(err)
 	}

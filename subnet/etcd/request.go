@@ -119,6 +119,7 @@ func (m *Manager) report(ctx context.Context, activity string, err error) {
 	m.outage.Report(ctx, activity, err)
 }
 
+// backoff returns pauses that begin anew after a long watch.
 func (m *Manager) backoff() *wait.Backoff {
-	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5}
+	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5, Forget: m.timing.backoff}
 }

@@ -32,7 +32,6 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 			followed, end := cache.untilAudit(ctx)
 			err = m.follow(followed, []string{m.dir, m.configKey()}, cache.store.Revision+1, watcher{
 				on: func(resp *pb.WatchResponse, confirmed int64) error {
-					b.Reset()
 					m.applyConfigEvents(cache, resp)
 					m.report(ctx, sourceWatch, nil)
 					return m.advance(ctx, cache, resp, confirmed, sink)

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"time"
 
 	"k8s.io/klog/v2"
 
@@ -37,9 +36,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 			klog.FromContext(ctx).Error(err, "waiting for the API to give this node its subnet")
 		}
 
-		var begun time.Time
-		err = m.await(ctx, s, func() { begun = time.Now() }, func(now *ownNode) bool { return !errors.Is(now.cidrsErr, errNoPodCIDR) })
-		m.resetAfterLongWatch(b, begun)
+		err = m.await(ctx, s, func(now *ownNode) bool { return !errors.Is(now.cidrsErr, errNoPodCIDR) })
 		if err == nil || errors.Is(err, errOwnChanged) {
 			continue
 		}

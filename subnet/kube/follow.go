@@ -63,7 +63,7 @@ func newFollower(m *Manager, cache *nodeCache, sink func(subnet.Update)) *follow
 
 // follow watches from the revision of the cache until the watch ends. It returns errStale, wrapped, if the
 // watch is stale, errRelist if the store is older than it was, and otherwise the result of client.watch.
-func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet.Update), alive func()) error {
+func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet.Update)) error {
 	ctx, cancel := context.WithCancel(ctx)
 	f := newFollower(m, cache, sink)
 	defer f.wg.Wait()
@@ -80,6 +80,11 @@ func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet
 			return ctx.Err()
 		}
 		return <-applied // the event is valid until on returns
+	}
+	alive := func() {
+		if cache.server != stale {
+			m.report(ctx, watching, nil)
+		}
 	}
 	f.wg.Go(func() { ended <- m.client.watch(ctx, m.decoder, q, alive, on) })
 	return f.run(ctx, ended)

@@ -8,11 +8,11 @@ import (
 	"errors"
 	"fmt"
 	"sync"
-	"time"
 
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
@@ -39,20 +39,11 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 
 	k := keeper{Manager: m}
 	b := m.backoff()
-	restores := m.backoff()
-	restores.Least = m.timing.restoreMin
-	restores.Most = m.timing.restored
-	var last time.Time
+	restores := wait.Backoff{Least: m.timing.restoreMin, Most: m.timing.restored, Share: m.timing.vary, Forget: 10 * m.timing.restored}
 	for {
-		var begun time.Time
-		restored, err := k.round(ctx, func() { begun = time.Now() })
-		m.resetAfterLongWatch(b, begun)
+		restored, err := k.round(ctx)
 		if err == nil && restored {
 			// Two programs that overwrite each other's changes must not do so in a tight loop.
-			if time.Since(last) > 10*m.timing.restored {
-				restores.Reset()
-			}
-			last = time.Now()
 			err = restores.Wait(ctx, 0)
 		}
 
@@ -81,9 +72,8 @@ type keeper struct {
 
 // round reads this host's Node and corrects it. If the Node needed no correction, round watches it
 // until it may need one. restored means that the Node had to be written, and was not watched. round
-// calls alive when the server has accepted the watch. It returns the error of await, so
-// errOwnChanged if the Node needs a correction.
-func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err error) {
+// returns the error of await, so errOwnChanged if the Node needs a correction.
+func (k *keeper) round(ctx context.Context) (restored bool, err error) {
 	s, err := k.readOwn(ctx)
 	if err != nil {
 		return false, err
@@ -97,7 +87,7 @@ func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err er
 	if restored {
 		return true, nil
 	}
-	return false, k.await(ctx, s, alive, func(now *ownNode) bool {
+	return false, k.await(ctx, s, func(now *ownNode) bool {
 		k.noteLocation(ctx, now)
 		return k.todo(now) != nil
 	})
@@ -200,7 +190,7 @@ func (k *keeper) ensure(ctx context.Context, s *ownNode) (restored bool, err err
 // errOwnChanged when changed returns true for a new state of the Node, when the Node is deleted,
 // and when the network becomes ready after s was read. Otherwise it returns the result of
 // client.watch, which is nil if the watch has ended after the requested time.
-func (m *Manager) await(ctx context.Context, s *ownNode, alive func(), changed func(now *ownNode) bool) error {
+func (m *Manager) await(ctx context.Context, s *ownNode, changed func(now *ownNode) bool) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	if m.cfg.Ready != nil && !s.ready {
@@ -213,7 +203,7 @@ func (m *Manager) await(ctx context.Context, s *ownNode, alive func(), changed f
 		}()
 	}
 
-	err := m.client.watch(ctx, m.decoder, query{name: *m.name.Load(), revision: s.revision}, alive, func(e wire.Event) error {
+	err := m.client.watch(ctx, m.decoder, query{name: *m.name.Load(), revision: s.revision}, func() {}, func(e wire.Event) error {
 		switch e.Type {
 		case wire.Bookmark:
 			return nil

@@ -5,7 +5,6 @@ package kube
 import (
 	"context"
 	"errors"
-	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
 )
@@ -45,15 +44,8 @@ func (m *Manager) retry(ctx context.Context, f func() error) error {
 	}
 }
 
+// backoff returns pauses that begin anew after a long watch. A watch that a server ends at once counts like
+// one that it refuses.
 func (m *Manager) backoff() *wait.Backoff {
-	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: m.timing.vary}
-}
-
-// resetAfterLongWatch resets b after a watch that has lasted longer than the longest pause of b.
-// begun is when the server accepted the watch, and zero if it did not. A watch that a server ends
-// at once counts like one that it refuses.
-func (m *Manager) resetAfterLongWatch(b *wait.Backoff, begun time.Time) {
-	if !begun.IsZero() && time.Since(begun) > m.timing.backoff {
-		b.Reset()
-	}
+	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: m.timing.vary, Forget: m.timing.backoff}
 }

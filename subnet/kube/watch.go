@@ -38,14 +38,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	for {
 		err := m.resume(ctx, cache, t, sink)
 		for err == nil { // a watch that has ended after its time is continued at once
-			var begun time.Time
-			err = m.follow(ctx, cache, sink, func() {
-				begun = time.Now()
-				if cache.server != stale {
-					m.report(ctx, watching, nil)
-				}
-			})
-			m.resetAfterLongWatch(b, begun)
+			err = m.follow(ctx, cache, sink)
 		}
 		if ctx.Err() != nil {
 			return ctx.Err()

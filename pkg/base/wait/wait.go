@@ -67,8 +67,12 @@ const (
 type Backoff struct {
 	Least, Most time.Duration
 	Share       float64
+	// Forget is the time without a call of Wait after which the pause is the shortest one again. With zero,
+	// only Reset does that.
+	Forget time.Duration
 
-	pause time.Duration // the last pause before it was varied; 0 at first
+	pause  time.Duration // the last pause before it was varied; 0 at first
+	waited time.Time     // when Wait returned last
 }
 
 // Next returns the next pause, and doubles the one after it.
@@ -85,6 +89,10 @@ func (b *Backoff) Reset() { b.pause = 0 }
 // Wait blocks for the sum of the next pause and more. It returns the error of ctx if ctx
 // ends first.
 func (b *Backoff) Wait(ctx context.Context, more time.Duration) error {
+	if b.Forget > 0 && time.Since(b.waited) > b.Forget {
+		b.Reset()
+	}
+	defer func() { b.waited = time.Now() }()
 	return For(ctx, more+b.Next())
 }
 

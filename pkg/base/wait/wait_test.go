@@ -95,6 +95,13 @@ func TestBackoff(t *testing.T) {
 		}
 		b.Reset()
 		expect(time.Minute, time.Minute+time.Second/2, time.Minute+3*time.Second/2)
+
+		b = Backoff{Least: time.Second, Most: 4 * time.Second, Share: 0.5, Forget: time.Minute}
+		expect(0, time.Second/2, 3*time.Second/2)
+		time.Sleep(time.Minute)
+		expect(0, time.Second, 3*time.Second)
+		time.Sleep(time.Minute + 1)
+		expect(0, time.Second/2, 3*time.Second/2)
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
 		if err := b.Wait(ctx, 0); !errors.Is(err, context.Canceled) {
