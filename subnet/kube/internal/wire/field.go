@@ -8,7 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"iter"
+	"math"
 
 	"google.golang.org/protobuf/encoding/protowire"
 )
@@ -24,12 +24,9 @@ const MaxObject = 16 << 20
 type field struct {
 	number int
 	kind   protowire.Type
-	value  uint64 // with VarintType the number, with BytesType in a stream the length of the content, otherwise 0
-	bytes  []byte // with BytesType the content, unless it is still in a stream; otherwise nil
+	value  uint64 // with VarintType the number, otherwise 0
+	bytes  []byte // with BytesType the content, otherwise nil
 }
-
-// maxHeader is the length of the longest header, in bytes: a tag and a length.
-const maxHeader = 2 * binary.MaxVarintLen64
 
 // each calls on for each field of the message b. It returns ErrMalformed if b is not a message, and ends
 // with an error of on.
@@ -89,95 +86,59 @@ func pair(b []byte) (first, second []byte, err error) {
 	return first, second, err
 }
 
-// stream reads messages that are too large to be in memory as a whole, one field at a time.
-type stream struct {
-	*bufio.Reader
-	read int64  // number of bytes that header, take and discard have read so far
-	buf  []byte // memory for the result of take
-}
+// eachIn calls on for each field of a message that is too large to be in memory as a whole, as it arrives.
+// The message ends with from. on may leave a part of the content. eachIn returns ErrMalformed if that is no
+// message, or an error of from or of on.
+func eachIn(from *bufio.Reader, on func(number protowire.Number, content *io.LimitedReader) error) error {
+	content := &io.LimitedReader{R: from}
+	for {
+		tag, err := binary.ReadUvarint(from)
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		value, err := binary.ReadUvarint(from)
+		if err != nil {
+			return unexpected(err)
+		}
 
-func newStream(from io.Reader, bufferSize int) *stream {
-	return &stream{Reader: bufio.NewReaderSize(from, bufferSize)}
-}
+		number, kind := protowire.DecodeTag(tag)
+		switch {
+		case kind == protowire.VarintType:
+			continue
+		case kind != protowire.BytesType || number < protowire.MinValidNumber || value > math.MaxInt64:
+			return ErrMalformed
+		}
 
-// fields iterates over the fields of a message in the stream. length is the length of the message in bytes.
-// A negative length means that the message ends with the stream. fields yields ErrMalformed if that is no
-// message, or an error of the stream, and ends. The content of a field of BytesType stays in the stream: the caller
-// must take or discard it before the next field.
-func (s *stream) fields(length int64) iter.Seq2[field, error] {
-	return func(yield func(field, error) bool) {
-		for end := s.read + length; length < 0 || s.read < end; {
-			f, err := s.header()
-			switch {
-			case errors.Is(err, io.EOF) && length < 0:
-				return
-			case err != nil:
-				err = unexpected(err)
-			case f.kind != protowire.VarintType && f.kind != protowire.BytesType:
-				err = ErrMalformed
-			case f.kind == protowire.BytesType && length >= 0 && f.value > uint64(max(0, end-s.read)):
-				err = fmt.Errorf("%w: a field is longer than its message", ErrMalformed)
-			}
-			if err != nil {
-				yield(field{}, err)
-				return
-			}
-			if !yield(f, nil) {
-				return
-			}
+		content.N = int64(value)
+		if err := on(number, content); err != nil {
+			return err
+		}
+		if _, err := io.Copy(io.Discard, content); err != nil {
+			return err
+		}
+		if content.N > 0 {
+			return io.ErrUnexpectedEOF
 		}
 	}
 }
 
-// header reads the header of a field. It returns io.EOF if the stream ends before it.
-func (s *stream) header() (field, error) {
-	b, err := s.Peek(maxHeader)
-	if len(b) == 0 {
-		return field{}, err
-	}
+// buffer is memory for one message at a time.
+type buffer []byte
 
-	number, kind, n := protowire.ConsumeTag(b)
-	f := field{number: int(number), kind: kind}
-	if n >= 0 && (kind == protowire.VarintType || kind == protowire.BytesType) {
-		value, m := protowire.ConsumeVarint(b[n:])
-		f.value = value
-		n += m
-		if m < 0 {
-			n = m
-		}
-	}
-
-	switch {
-	case n >= 0:
-		_, err = s.Discard(n)
-		s.read += int64(n)
-		return f, err
-	case err != nil: // the header may be incomplete
-		return field{}, unexpected(err)
-	}
-	return field{}, ErrMalformed
-}
-
-// take returns the next n bytes, which are valid until the next call of take. It returns an error if
-// the stream has fewer bytes, or if n is more than MaxObject.
-func (s *stream) take(n uint64) ([]byte, error) {
+// read returns the next n bytes of from, which are valid until the next call of read. It returns an error if
+// from has fewer bytes, or if n is more than MaxObject.
+func (b *buffer) read(from io.Reader, n int64) ([]byte, error) {
 	if n > MaxObject {
 		return nil, fmt.Errorf("%w: %d bytes in one object", ErrMalformed, n)
 	}
-	if uint64(cap(s.buf)) < n {
-		s.buf = make([]byte, n+n/4)
+	if int64(len(*b)) < n {
+		*b = make([]byte, n+n/4)
 	}
-	b := s.buf[:n]
-	m, err := io.ReadFull(s.Reader, b)
-	s.read += int64(m)
-	return b, unexpected(err)
-}
-
-// discard skips the next n bytes.
-func (s *stream) discard(n uint64) error {
-	m, err := io.CopyN(io.Discard, s.Reader, int64(min(n, 1<<62)))
-	s.read += m
-	return unexpected(err)
+	_, err := io.ReadFull(from, (*b)[:n])
+	return (*b)[:n], unexpected(err)
 }
 
 // unexpected converts io.EOF into io.ErrUnexpectedEOF: the stream has ended inside of a message.

@@ -3,6 +3,7 @@
 package wire
 
 import (
+	"bufio"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -24,64 +25,48 @@ type ListMeta struct {
 // early.
 func (d *Decoder) List(from io.Reader, on func(*Node)) (ListMeta, error) {
 	var meta ListMeta
-	s := newStream(from, 64<<10)
-	if head, err := s.take(uint64(len(magic))); err != nil {
-		return meta, fmt.Errorf("list: %w", err)
-	} else if string(head) != magic {
+	unknown := bufio.NewReader(from)
+	head := make([]byte, len(magic))
+	if _, err := io.ReadFull(unknown, head); err != nil {
+		return meta, fmt.Errorf("list: %w", unexpected(err))
+	}
+	if string(head) != magic {
 		return meta, fmt.Errorf("list: %w", ErrMalformed)
 	}
 
+	var buf buffer
 	n := d.newNode()
-	for f, err := range s.fields(-1) {
-		if err == nil && f.kind == protowire.BytesType {
-			if f.number == numberOfRaw {
-				err = d.items(s, f.value, n, &meta, on)
-			} else {
-				err = s.discard(f.value)
-			}
-		}
-		if err != nil {
-			return meta, err
-		}
-	}
-	if meta.Revision == 0 {
-		return meta, fmt.Errorf("%w: a list without a resource version", ErrMalformed)
-	}
-	return meta, nil
-}
-
-// items decodes the message of a NodeList, which is the next length bytes of s.
-func (d *Decoder) items(s *stream, length uint64, n *Node, meta *ListMeta, on func(*Node)) error {
-	if length > 1<<62 {
-		return ErrMalformed
-	}
-
-	for f, err := range s.fields(int64(length)) {
-		if err != nil {
-			return err
-		}
-		if f.kind != protowire.BytesType {
-			continue
-		}
-
-		b, err := s.take(f.value)
+	item := func(number protowire.Number, content *io.LimitedReader) error {
+		b, err := buf.read(content, content.N)
 		switch {
 		case err != nil:
-		case f.number == 1:
-			err = meta.decode(b)
-		case f.number == 2:
-			if err = d.decode(b, n); err == nil {
-				err = n.named()
-			}
-			if err == nil {
-				on(n)
-			}
+			return err
+		case number == 1:
+			return meta.decode(b)
+		case number != 2:
+			return nil
 		}
-		if err != nil {
+
+		if err := d.decode(b, n); err != nil {
 			return err
 		}
+		if err := n.named(); err != nil {
+			return err
+		}
+		on(n)
+		return nil
 	}
-	return nil
+
+	err := eachIn(unknown, func(number protowire.Number, content *io.LimitedReader) error {
+		if number != numberOfRaw {
+			return nil
+		}
+		return eachIn(bufio.NewReaderSize(content, 64<<10), item)
+	})
+	if err == nil && meta.Revision == 0 {
+		err = fmt.Errorf("%w: a list without a resource version", ErrMalformed)
+	}
+	return meta, err
 }
 
 func (m *ListMeta) decode(b []byte) error {
@@ -122,17 +107,18 @@ type Event struct {
 // between two events.
 func (d *Decoder) Events(from io.Reader) iter.Seq2[Event, error] {
 	return func(yield func(Event, error) bool) {
-		s := newStream(from, 32<<10)
+		from := bufio.NewReaderSize(from, 32<<10)
 		n := d.newNode()
+		var buf buffer
 		var length [4]byte // the length of the next event, which is in the stream before it
 		for {
-			if _, err := io.ReadFull(s.Reader, length[:]); errors.Is(err, io.EOF) {
+			if _, err := io.ReadFull(from, length[:]); errors.Is(err, io.EOF) {
 				return
 			} else if err != nil {
 				yield(Event{}, err)
 				return
 			}
-			b, err := s.take(uint64(binary.BigEndian.Uint32(length[:])))
+			b, err := buf.read(from, int64(binary.BigEndian.Uint32(length[:])))
 			var e Event
 			if err == nil {
 				e, err = d.event(b, n)
