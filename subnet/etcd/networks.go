@@ -3,6 +3,7 @@
 package etcd
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"maps"
@@ -11,6 +12,7 @@ import (
 	"strings"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/api/v3/mvccpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
@@ -67,7 +69,7 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 	seen := map[string]int64{} // by network: the latest revision at which this run has seen its configuration in the store
 	b := m.backoff()
 	for {
-		now, err := m.listConfigs(ctx, keys)
+		now, err := m.listConfigs(ctx, names)
 		if err == nil {
 			now.Deleted, err = m.deleted(ctx, observations(known, seen), now)
 		}
@@ -223,59 +225,46 @@ func (m *Manager) networkOf(key string) (name string, ok bool) {
 	return name, below && config && subnet.CheckNetworkName(name) == nil
 }
 
-// listConfigs reads the configurations with these keys, all at one revision. A key that ends in a
-// slash stands for all networks below it.
-func (m *Manager) listConfigs(ctx context.Context, keys []string) (NetworkConfigs, error) {
+// listConfigs reads the configurations of the networks with these names, or without names of all, at one
+// revision.
+func (m *Manager) listConfigs(ctx context.Context, names []string) (NetworkConfigs, error) {
 	now := NetworkConfigs{Texts: map[string][]byte{}}
-	options := []clientv3.OpOption(nil)
-	get := func(key string, more ...clientv3.OpOption) (*clientv3.GetResponse, error) {
-		resp, err := m.get(ctx, key, slices.Concat(options, more)...)
-		if err == nil && now.Revision == 0 { // later requests read at the revision of the first one
-			now.Revision = resp.Header.Revision
-			options = append(options, clientv3.WithRev(now.Revision))
-		}
-		return resp, err
-	}
-
-	read := func(key string) error {
-		resp, err := get(key)
+	get := func(key string, options ...clientv3.OpOption) ([]*mvccpb.KeyValue, error) {
+		resp, err := m.get(ctx, key, append(options, clientv3.WithRev(now.Revision))...)
 		if err != nil {
-			return err
+			return nil, err
 		}
-		if name, ok := m.networkOf(key); ok && len(resp.Kvs) == 1 {
-			now.Texts[name] = given(resp.Kvs[0].Value)
-		}
-		return nil
+		now.Revision = cmp.Or(now.Revision, resp.Header.Revision)
+		return resp.Kvs, nil
 	}
 
-	for _, key := range keys {
-		if !strings.HasSuffix(key, "/") {
-			if err := read(key); err != nil {
-				return now, err
-			}
-			continue
+	// A network may have thousands of leases, so the loop does not read all keys. It reads the first key of a
+	// network, and continues behind the keys of that network. So a network takes two small requests.
+	all := len(names) == 0
+	for from, end := m.root(), clientv3.GetPrefixRangeEnd(m.root()); all; {
+		kvs, err := get(from, clientv3.WithRange(end), clientv3.WithLimit(1), clientv3.WithKeysOnly())
+		if err != nil {
+			return now, err
+		}
+		if len(kvs) == 0 {
+			break
 		}
 
-		// A network may have thousands of leases, so the loop does not read all keys below key. It
-		// reads the first key of a network and its configuration, and continues behind the keys of
-		// that network. These are two small requests for each network.
-		for from, end := key, clientv3.GetPrefixRangeEnd(key); ; {
-			resp, err := get(from, clientv3.WithRange(end), clientv3.WithLimit(1), clientv3.WithKeysOnly())
-			if err != nil {
-				return now, err
-			}
-			if len(resp.Kvs) == 0 {
-				break
-			}
+		key := string(kvs[0].Key)
+		from = key + "\x00"
+		if name, _, below := strings.Cut(strings.TrimPrefix(key, m.root()), "/"); below {
+			from = clientv3.GetPrefixRangeEnd(m.root() + name + "/")
+			names = append(names, name)
+		}
+	}
 
-			name, _, below := strings.Cut(strings.TrimPrefix(string(resp.Kvs[0].Key), key), "/")
-			from = string(resp.Kvs[0].Key) + "\x00"
-			if below {
-				from = clientv3.GetPrefixRangeEnd(key + name + "/")
-				if err := read(m.configOf(name)); err != nil {
-					return now, err
-				}
-			}
+	for _, name := range names {
+		kvs, err := get(m.configOf(name))
+		if err != nil {
+			return now, err
+		}
+		if _, ok := m.networkOf(m.configOf(name)); ok && len(kvs) == 1 {
+			now.Texts[name] = given(kvs[0].Value)
 		}
 	}
 	return now, nil
