@@ -15,6 +15,7 @@ type nodeRequest struct {
 	query
 	names []string
 	found map[string]*ownNode // the Nodes in the answer, by name
+	shown int64               // the revision of the store that the answer shows
 }
 
 const (
@@ -66,9 +67,11 @@ func (c *nodeCache) ifUpToDate(revision int64) int64 {
 // requestOnce sends one request for Nodes.
 func (m *Manager) requestOnce(ctx context.Context, a *nodeRequest) error {
 	a.found = make(map[string]*ownNode, len(a.names))
-	if _, err := m.readNodes(ctx, a.query, func(name string, s *ownNode) { a.found[name] = s }); err != nil {
+	l, err := m.readNodes(ctx, a.query, func(name string, s *ownNode) { a.found[name] = s })
+	if err != nil {
 		return fmt.Errorf("read node %s: %w", a, err)
 	}
+	a.shown = l.Revision
 	return nil
 }
 

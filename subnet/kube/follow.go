@@ -38,11 +38,9 @@ type follower struct {
 	wg                          sync.WaitGroup
 	flushing, probing, auditing *time.Timer
 
-	// requested contains the Nodes that are being requested, or wait for that. The value is true if
-	// the Node has changed since the request, so that the answer may be older than that change.
-	requested map[string]bool
-	waiting   []string  // names of those in requested that no request contains yet
-	flushed   time.Time // when Nodes were requested last
+	requested map[string]bool // the Nodes that are being requested, or wait for that
+	waiting   []string        // names of those in requested that no request contains yet
+	flushed   time.Time       // when Nodes were requested last
 	slots     chan struct{}
 
 	required int64      // the revision that the watch has to reach, of the last change of this host's Node; 0: none yet
@@ -147,14 +145,12 @@ func (f *follower) publish(ctx context.Context, name string) {
 	f.cache.publish(ctx, name, f.sink)
 }
 
-// request plans the request of a Node. If a request for it is in progress, request records that the Node
-// has changed since.
+// request plans the request of a Node, unless one is in progress.
 func (f *follower) request(name string) {
-	if _, under := f.requested[name]; under {
-		f.requested[name] = true
+	if f.requested[name] {
 		return
 	}
-	f.requested[name] = false
+	f.requested[name] = true
 	if len(f.waiting) == 0 {
 		f.flushing.Reset(f.pause())
 	}
@@ -178,7 +174,6 @@ func (f *follower) pause() time.Duration {
 func (f *follower) flush(ctx context.Context) {
 	f.flushed = time.Now()
 	names := slices.DeleteFunc(f.waiting, func(name string) bool {
-		f.requested[name] = false
 		if f.cache.entries[name].needsRequest() {
 			return false
 		}
@@ -226,14 +221,13 @@ func (f *follower) fetch(ctx context.Context, a *nodeRequest, spread time.Durati
 }
 
 // answered applies an answer to the cache. It requests a Node again if its podCIDRs are still
-// not known and one of these is true: the Node has changed since the request, or a request by label
+// not known and one of these is true: the Node has changed since the answer, or a request by label
 // has not found it.
 func (f *follower) answered(ctx context.Context, got *nodeRequest) {
 	f.cache.applyAnswer(got)
 	for _, name := range got.names {
-		again := f.requested[name]
 		delete(f.requested, name)
-		if f.cache.entries[name].needsRequest() && (again || got.isMissing(name)) {
+		if e := f.cache.entries[name]; e.needsRequest() && (e.version > got.shown || got.isMissing(name)) {
 			f.request(name)
 		}
 	}
