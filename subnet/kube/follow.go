@@ -29,7 +29,7 @@ import (
 //     minutes, and which the server reads from the store. A watch that does not reach the last change of that
 //     Node is stale. The server sends a bookmark every minute, if its etcd reports progress. So a healthy watch is
 //     never silent for long, and nothing is read.
-//   - A cache that was restored from the last known state is compared once with a list: see restore.go.
+//   - The watch ends when it is time for the audit: see restore.go.
 type follower struct {
 	*Manager
 	cache                       *nodeCache
@@ -43,8 +43,7 @@ type follower struct {
 	flushed   time.Time       // when Nodes were requested last
 	slots     chan struct{}
 
-	required int64      // the revision that the watch has to reach, of the last change of this host's Node; 0: none yet
-	list     *nodeCache // the list of the audit, until the cache has reached its revision
+	required int64 // the revision that the watch has to reach, of the last change of this host's Node; 0: none yet
 }
 
 func newFollower(m *Manager, cache *nodeCache, sink func(subnet.Update)) *follower {
@@ -59,8 +58,9 @@ func newFollower(m *Manager, cache *nodeCache, sink func(subnet.Update)) *follow
 	return f
 }
 
-// follow watches from the revision of the cache until the watch ends. It returns errStale, wrapped, if the
-// watch is stale, errRelist if the store is older than it was, and otherwise the result of client.watch.
+// follow watches from the revision of the cache until the watch ends. It returns errDue if it is time for the
+// audit, errStale, wrapped, if the watch is stale, errRelist if the store is older than it was, and otherwise
+// the result of client.watch.
 func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet.Update)) error {
 	ctx, cancel := context.WithCancel(ctx)
 	f := newFollower(m, cache, sink)
@@ -88,7 +88,7 @@ func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet
 	return f.run(ctx, ended)
 }
 
-// run is the loop. It returns what comes on ended, or the error of a stale watch.
+// run is the loop. It returns what comes on ended, or why the follower gives the watch up.
 func (f *follower) run(ctx context.Context, ended <-chan error) error {
 	for {
 		select {
@@ -97,7 +97,7 @@ func (f *follower) run(ctx context.Context, ended <-chan error) error {
 		case <-f.flushing.C:
 			f.flush(ctx)
 		case <-f.auditing.C:
-			f.audit(ctx)
+			return errDue
 		case <-f.probing.C:
 			if err := f.probe(ctx); err != nil {
 				return err
@@ -133,7 +133,6 @@ func (f *follower) apply(ctx context.Context, e wire.Event) error {
 			f.report(ctx, watching, nil)
 		}
 	}
-	f.compare(ctx)
 	return nil
 }
 

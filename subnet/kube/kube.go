@@ -196,7 +196,7 @@ type timing struct {
 	late                 time.Duration // the time that a change in the store may need to reach a watch
 	event                time.Duration // multiplied by the number of Nodes, the time over which the same Events of all nodes are spread
 	poll                 time.Duration // interval between reads of the configuration file
-	audit, auditPage     time.Duration // latest time of the audit of a restored cache, and the pause between the pages of its list
+	audit                time.Duration // latest time of the audit of a restored cache
 }
 
 func defaultTiming() timing {
@@ -204,6 +204,6 @@ func defaultTiming() timing {
 		request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second, vary: 0.5,
 		restoreMin: time.Second, restored: time.Minute, fresh: 2 * time.Second, spread: time.Millisecond,
 		requestPause: 100 * time.Microsecond, silence: 2 * time.Minute, late: 10 * time.Second,
-		event: 10 * time.Millisecond, poll: 10 * time.Second, audit: time.Hour, auditPage: time.Second,
+		event: 10 * time.Millisecond, poll: 10 * time.Second, audit: time.Hour,
 	}
 }

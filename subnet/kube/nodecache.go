@@ -40,7 +40,6 @@ type nodeCache struct {
 	// auditAt is when the last known state with which the cache has begun is compared with the Nodes. It is zero
 	// if there was none, or it was compared. Until then entries may have no uid.
 	auditAt time.Time
-	deleted map[string]struct{} // names of Nodes that were deleted since an audit began to read a list
 }
 
 // standing says what Watch can do with a cache.
@@ -324,9 +323,6 @@ func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
 		if c.lastChanged.name == string(n.Name) {
 			c.lastChanged = c.lastChangeOf(c.own)
 		}
-		if c.deleted != nil {
-			c.deleted[string(n.Name)] = struct{}{}
-		}
 		if e == nil {
 			return "", nil
 		}
@@ -385,9 +381,10 @@ func (c *nodeCache) publish(ctx context.Context, name string, sink func(subnet.U
 	sink(u)
 }
 
-// publishAll publishes the whole cache.
-func (c *nodeCache) publishAll(sink func(subnet.Update)) {
+// publishAll publishes the whole cache, and logs problems with Nodes.
+func (c *nodeCache) publishAll(ctx context.Context, sink func(subnet.Update)) {
 	for _, e := range c.entries {
+		c.logUnreadable(ctx, e)
 		e.fresh = false
 	}
 	sink(c.update(nil))

@@ -198,9 +198,9 @@ func TestUnusablePodCIDRsOfUnmanagedNode(t *testing.T) {
 		if _, err := cache.advance(wiretest.DecodeEvent(t, d, wire.Modified, n)); err != nil {
 			t.Fatal(err)
 		}
-		e := *cache.entries["n1"]
-		cache.correct(&entry{name: e.name, uid: e.uid, order: e.order, version: e.version, notes: e.notes}, e.name)
-		for when, problem := range map[string]string{"after the event": e.problem(), "after the audit": cache.entries["n1"].problem()} {
+		listed := cache.successor()
+		listed.put(wiretest.Decode(t, d, n, true), false, cache)
+		for when, problem := range map[string]string{"after the event": cache.entries["n1"].problem(), "after the audit": listed.entries["n1"].problem()} {
 			if (problem != "") != (managed == "true") {
 				t.Errorf("%s, managed is %q: problem %q", when, managed, problem)
 			}
@@ -220,7 +220,7 @@ func TestHeartbeatsAllocateNothing(t *testing.T) {
 		annotationKey("backend-data"): `{"VtepMAC":"02:00:00:00:00:01"}`, "volumes.kubernetes.io/controller-managed-attach-detach": "true",
 	}
 	cache.put(wiretest.Decode(t, d, n, false), true, &nodeCache{})
-	cache.publishAll(func(subnet.Update) {})
+	cache.publishAll(t.Context(), func(subnet.Update) {})
 	n.ResourceVersion = "1000000"
 	heartbeat := wiretest.DecodeEvent(t, d, wire.Modified, n)
 	allocs := testing.AllocsPerRun(1000, func() {

@@ -4,6 +4,7 @@ package kube
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"slices"
@@ -12,7 +13,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/base/loglimit"
-	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
@@ -178,142 +178,69 @@ func parseMark(text string) (m mark, ok bool) {
 // some 4 kB.
 const auditPage = 250
 
-// audit begins to compare a cache that was restored from the last known state with a list of all Nodes.
-// This happens once and at a random time. The list is read in pages with pauses in between. Meanwhile the
-// cache records which Nodes are deleted. If the list fails, the audit begins again later.
-func (f *follower) audit(ctx context.Context) {
-	f.cache.deleted = map[string]struct{}{}
-	f.wg.Go(func() {
-		l, err := f.readPages(ctx)
-		if err != nil {
-			klog.FromContext(ctx).V(1).Info("the last known state cannot be compared with the Nodes yet", "reason", err.Error())
-			f.post(ctx, func() {
-				f.cache.deleted = nil
-				f.cache.auditAt = time.Now().Add(f.timing.audit/20 + f.client.random(f.timing.audit/10))
-				f.auditing.Reset(time.Until(f.cache.auditAt))
-			})
-			return
-		}
-		f.post(ctx, func() {
-			f.list = l
-			f.compare(ctx)
-		})
-	})
-}
+// errDue ends a watch because it is time for the audit.
+var errDue = errors.New("the audit is due")
 
-// readPages returns all Nodes without podCIDRs, in a cache with the revision of the last page.
-func (m *Manager) readPages(ctx context.Context) (*nodeCache, error) {
-	all := &nodeCache{entries: map[string]*entry{}}
-	q := query{metadata: true, limit: auditPage}
-	for {
-		l, err := m.client.list(ctx, m.decoder, q, func(n *wire.Node) {
-			e := &entry{name: string(n.Name), uid: string(n.UID), order: uint64(n.Created), version: n.Revision, host: string(n.Hostname)}
-			e.setNotes(n)
-			all.entries[e.name] = e
-		})
-		if err != nil {
-			return nil, err
-		}
-		if all.store.Revision = max(all.store.Revision, l.Revision); l.Continue == "" {
-			return all, nil
-		}
-
-		q.more = l.Continue
-		if err := wait.For(ctx, m.timing.auditPage/2+m.client.random(m.timing.auditPage)); err != nil {
-			return nil, err
-		}
-	}
-}
-
-// compare compares the cache with the list of the audit when the cache has reached the revision of the list. It
-// corrects and publishes what differs. Before that, and if there is no list, it does nothing.
-func (f *follower) compare(ctx context.Context) {
-	if f.list == nil || f.cache.store.Revision < f.list.store.Revision {
+// audit compares a cache that was restored from the last known state with a list of all Nodes, once, at a
+// random time, and while no watch changes the cache. The list is of exactly the revision of the cache. So a
+// difference is an error of the last known state, and not a change whose event has not come yet. audit
+// corrects and publishes the cache. If the list fails, it sets another time.
+func (m *Manager) audit(ctx context.Context, cache *nodeCache, sink func(subnet.Update)) {
+	listed, err := m.listExactly(ctx, cache)
+	if err != nil {
+		klog.FromContext(ctx).V(1).Info("the last known state cannot be compared with the Nodes yet", "reason", err.Error())
+		cache.auditAt = time.Now().Add(m.timing.audit/20 + m.client.random(m.timing.audit/10))
 		return
 	}
 
-	l := f.list
-	names := f.cache.differing(l)
-	f.list = nil
-	f.cache.deleted = nil
-	f.cache.auditAt = time.Time{}
+	cache.auditAt = time.Time{}
+	names := cache.differing(listed)
 	if len(names) == 0 {
 		return
 	}
-
 	klog.FromContext(ctx).Error(nil, "leases of the last known state differed from the Nodes and were corrected", "leases", len(names), "first", names[0])
-	if f.cfg.OnRepaired != nil {
-		f.cfg.OnRepaired(len(names))
+	if m.cfg.OnRepaired != nil {
+		m.cfg.OnRepaired(len(names))
 	}
-	for _, name := range names {
-		f.cache.correct(l.entries[name], name)
-		f.publish(ctx, name)
-	}
+	cache.entries = listed.entries
+	cache.publishAll(ctx, sink)
 }
 
-// correct replaces the entry with that name by is, the Node as listed, or removes the entry if is
-// is nil. If there was no entry, or the entry was of another Node with that name, the podCIDRs are
-// not known, and the caller has to request the Node.
-func (c *nodeCache) correct(is *entry, name string) {
-	if is == nil {
-		delete(c.entries, name)
-		return
-	}
-
-	is.fresh = true
-	if e := c.entries[name]; e != nil {
-		is.loggedProblem = e.loggedProblem
-		if e.order == is.order {
-			is.cidrs = e.cidrs
-			is.cidrsErr = e.cidrsErr
-			is.ofLease = e.ofLease
-			is.lease = e.lease
-			is.fresh = false
-		}
-	}
-	c.entries[name] = is
-	c.decode(is)
-}
-
-// differing returns the names of the Nodes whose entries differ from the list l. The cache must
-// have reached the revision of l. Changes after that revision do not count. differing recognizes
-// them by c.deleted, which contains the names of Nodes that were deleted since the list began, and
-// by the version of an entry. An entry without a uid has had no event since the restart.
-func (c *nodeCache) differing(l *nodeCache) []string {
-	var names []string
-	for name, is := range l.entries {
-		e := c.entries[name]
-		_, gone := c.deleted[name]
+// listExactly returns a cache with the Nodes as they were at the revision of cache. It lists only their
+// metadata, in pages, because a server may have to read the Nodes of a past revision from its store.
+func (m *Manager) listExactly(ctx context.Context, cache *nodeCache) (*nodeCache, error) {
+	listed := cache.successor()
+	for q := (query{metadata: true, limit: auditPage, revision: cache.store.Revision, exact: true}); ; {
+		l, err := m.client.list(ctx, m.decoder, q, func(n *wire.Node) { listed.put(n, false, cache) })
 		switch {
-		case e == nil:
-			if !gone && is.notes[annotation.Managed].Text == "true" { // Nodes that flannel does not manage have no lease, and no state file has them
-				names = append(names, name)
-			}
-		case e.uid == "" || e.version < is.version:
-			if c.differs(e, is) {
-				names = append(names, name)
-			}
+		case err != nil:
+			return nil, err
+		case l.Revision != cache.store.Revision:
+			return nil, fmt.Errorf("the server has listed revision %d instead of %d", l.Revision, cache.store.Revision)
+		case l.Continue == "":
+			return listed, nil
+		}
+		q = query{metadata: true, limit: auditPage, more: l.Continue}
+	}
+}
+
+// differing returns the names of the peers that have another lease or error in listed, which has the Nodes at
+// the revision of the cache. Nodes that flannel does not manage have no lease, and no state file has them.
+func (c *nodeCache) differing(listed *nodeCache) []string {
+	var names []string
+	for name, is := range listed.entries {
+		was := c.entries[name]
+		switch {
+		case name == c.own, was == nil && !is.managed():
+		case was == nil, was.order != is.order, is.fresh, was.lease != nil && textOf(was.err) != textOf(is.err):
+			names = append(names, name)
 		}
 	}
-
-	for name, e := range c.entries {
-		if _, there := l.entries[name]; !there && e.version <= l.store.Revision {
+	for name := range c.entries {
+		if listed.entries[name] == nil && name != c.own {
 			names = append(names, name)
 		}
 	}
 	slices.Sort(names)
 	return names
-}
-
-// differs reports whether is, a Node as listed, is another Node than that of the entry e, or gives
-// another lease or error.
-func (c *nodeCache) differs(e *entry, is *entry) bool {
-	if e.uid != "" && e.uid != is.uid || e.order != is.order {
-		return true
-	}
-	now := *e
-	now.notes = is.notes
-	now.fresh = false
-	c.decode(&now)
-	return now.fresh || textOf(now.err) != textOf(e.err) && e.lease != nil
 }

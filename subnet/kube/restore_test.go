@@ -102,19 +102,6 @@ func (f *fixture) beat(t *testing.T, names ...string) {
 	}
 }
 
-// beatOften sends heartbeats of node3 until the test ends.
-func beatOften(t *testing.T, f *fixture) {
-	for {
-		select {
-		case <-t.Context().Done():
-			return
-		case <-time.After(100 * time.Millisecond):
-			body := map[string]any{"metadata": map[string]any{"annotations": map[string]string{"example.com/beat": time.Now().String()}}}
-			_, _, _ = f.try(http.MethodPatch, "/api/v1/nodes/node3", body, "application/merge-patch+json")
-		}
-	}
-}
-
 func has(names ...string) func(map[string]string) bool {
 	slices.Sort(names)
 	return func(known map[string]string) bool { return slices.Equal(slices.Sorted(maps.Keys(known)), names) }
@@ -249,8 +236,7 @@ func TestAudit(t *testing.T) {
 		c.Own, c.Known, c.Kubeconfig = k.own, state, f.kubeconfig(t, p.URL, flannel)
 		c.OnRepaired = func(n int) { repaired <- n }
 	})
-	m.timing.audit, m.timing.auditPage = 200*time.Millisecond, time.Millisecond
-	go beatOften(t, f) // so that events bring the cache to the revision of the list
+	m.timing.audit = 200 * time.Millisecond
 	k.watch(ctx, t, m, state, func(known map[string]string) bool { return maps.Equal(known, want) })
 	if lists := p.lists(t); slices.ContainsFunc(lists, func(s string) bool { return !strings.Contains(s, "limit=") }) {
 		t.Errorf("the Nodes were listed at once: %q", lists)

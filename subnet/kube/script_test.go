@@ -471,8 +471,10 @@ func describe(r *http.Request) string {
 		what = "list whole Nodes"
 	}
 	switch {
-	case q.Get("resourceVersionMatch") == "Exact":
+	case one && q.Get("resourceVersionMatch") == "Exact":
 		return fmt.Sprintf("check %s at %s", name, revision)
+	case q.Get("resourceVersionMatch") == "Exact":
+		return what + " at " + revision
 	case revision != "":
 		return what + " not older than " + revision
 	}
@@ -490,7 +492,12 @@ func (s *scriptedHost) ahead(q url.Values, from int) bool {
 func (s *scriptedHost) list(r *http.Request, from int) *http.Response {
 	q := r.URL.Query()
 	revision, all := s.revision, s.sorted()
-	switch exact := q.Get("resourceVersionMatch") == "Exact"; {
+	begin := 0
+	exact := q.Get("resourceVersionMatch") == "Exact"
+	if n, _ := fmt.Sscanf(q.Get("continue"), "%d at %d", &begin, &from); n == 2 {
+		exact = true
+	}
+	switch {
 	case exact && from < s.oldest:
 		return response(http.StatusGone, wiretest.Object(s, statusOf(http.StatusGone, metav1.StatusReasonExpired, "")))
 	case exact:
@@ -509,10 +516,9 @@ func (s *scriptedHost) list(r *http.Request, from int) *http.Response {
 	next := ""
 	var remaining *int64
 	if limit, _ := strconv.Atoi(q.Get("limit")); limit > 0 {
-		begin, _ := strconv.Atoi(q.Get("continue"))
 		end := min(begin+limit, len(all))
 		if left := int64(len(all) - end); left > 0 {
-			next = strconv.Itoa(end)
+			next = fmt.Sprintf("%d at %d", end, revision)
 			remaining = &left
 		}
 		all = all[begin:end]
@@ -544,7 +550,7 @@ func (s *scriptedHost) at(revision int) []*corev1.Node {
 			delete(was, h.node.Name)
 		}
 	}
-	return slices.Collect(maps.Values(was))
+	return slices.SortedFunc(maps.Values(was), func(a, b *corev1.Node) int { return cmp.Compare(a.Name, b.Name) })
 }
 
 func response(code int, body []byte) *http.Response {

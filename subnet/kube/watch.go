@@ -39,6 +39,10 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 		err := m.resume(ctx, cache, t, sink)
 		for err == nil { // a watch that has ended after its time is continued at once
 			err = m.follow(ctx, cache, sink)
+			if errors.Is(err, errDue) {
+				m.audit(ctx, cache, sink)
+				err = nil
+			}
 		}
 		if ctx.Err() != nil {
 			return ctx.Err()
@@ -107,7 +111,7 @@ func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink f
 			return err
 		}
 		if cache.standing == current {
-			cache.publishAll(sink)
+			cache.publishAll(ctx, sink)
 			return nil
 		}
 	}
@@ -124,11 +128,8 @@ func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink f
 		klog.FromContext(ctx).Error(nil, "the Kubernetes API is not the store it was", "was", cache.store, "is", next.store)
 	}
 
-	for _, e := range next.entries {
-		cache.logUnreadable(ctx, e)
-	}
 	*cache = *next
-	cache.publishAll(sink)
+	cache.publishAll(ctx, sink)
 	return nil
 }
 
