@@ -33,10 +33,9 @@ type nodeCache struct {
 	problems *loglimit.Changes
 	standing standing
 	// store is the store, with the revision up to which the cache has all events.
-	store       subnet.StoreID
-	server      serverCache
-	lastChanged lastChange // of the Nodes in the cache
-	mark        mark       // of the last known state, while the cache is lastKnown
+	store  subnet.StoreID
+	server serverCache
+	mark   mark // of the last known state, while the cache is lastKnown
 	// auditAt is when the last known state with which the cache has begun is compared with the Nodes. It is zero
 	// if there was none, or it was compared. Until then entries may have no uid.
 	auditAt time.Time
@@ -123,15 +122,6 @@ func (c *nodeCache) required(s *ownNode) int64 {
 	return known
 }
 
-// lastChangeOf returns the last change of the Node with that name. It is zero if the cache does not
-// have the Node or its version.
-func (c *nodeCache) lastChangeOf(name string) lastChange {
-	if e := c.entries[name]; e != nil && e.version > 0 {
-		return lastChange{name, e.version}
-	}
-	return lastChange{}
-}
-
 // successor returns an empty cache, which replaces c after it was filled from a list.
 func (c *nodeCache) successor() *nodeCache {
 	return &nodeCache{keys: c.keys, problems: c.problems, entries: make(map[string]*entry, len(c.entries)), server: c.server}
@@ -167,7 +157,6 @@ func (e *entry) isNode(n *wire.Node) bool {
 func (c *nodeCache) complete(own string, l listing, s *ownNode, old *nodeCache, same bool) {
 	c.own = own
 	c.standing = current
-	c.lastChanged = c.lastChangeOf(own)
 	c.store = subnet.StoreID{ID: cmp.Or(s.uid, "without-"+own), Revision: l.Revision}
 	if same && old.store.ID != "" {
 		c.store.ID = old.store.ID
@@ -314,15 +303,8 @@ func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
 	}
 
 	e := c.entries[string(n.Name)]
-	if e != nil && ev.Type != wire.Deleted {
-		c.lastChanged = lastChange{e.name, revision}
-	}
-
 	switch {
 	case ev.Type == wire.Deleted:
-		if c.lastChanged.name == string(n.Name) {
-			c.lastChanged = c.lastChangeOf(c.own)
-		}
 		if e == nil {
 			return "", nil
 		}
@@ -331,7 +313,6 @@ func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
 
 	case e == nil || !e.isNode(n):
 		e = &entry{name: string(n.Name), fresh: true}
-		c.lastChanged = lastChange{e.name, revision}
 		c.entries[e.name] = e
 		c.set(e, n, false)
 		return e.name, nil

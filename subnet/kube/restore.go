@@ -65,7 +65,7 @@ func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
 // file.
 func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 	own := c.entries[c.own]
-	if c.standing != current || c.server != upToDate || own == nil || own.uid == "" || c.lastChanged.version == 0 || c.lastChanged.version > c.store.Revision {
+	if c.standing != current || c.server != upToDate || own == nil || own.uid == "" || own.version == 0 || own.version > c.store.Revision {
 		return
 	}
 
@@ -76,7 +76,7 @@ func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 	}
 
 	u := c.update(map[string]*subnet.Lease{})
-	u.Store.Mark = mark{own.uid, c.lastChanged}.String()
+	u.Store.Mark = mark{own.uid, own.version}.String()
 	sink(u)
 }
 
@@ -91,7 +91,7 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) err
 	is := own != nil && cache.full() && s.exists && s.uid == last.uid && revision > 0 && s.revision >= revision
 	if is {
 		var err error
-		if is, err = m.hadChange(ctx, last.lastChange, revision); err != nil {
+		if is, err = m.hadVersion(ctx, name, last.version, revision); err != nil {
 			return err
 		}
 	}
@@ -103,13 +103,9 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) err
 	}
 
 	own.uid = s.uid
-	if s.version <= revision { // a later change comes as an event
-		own.version = s.version
-	}
-
+	own.version = last.version // a later change comes as an event
 	cache.own = name
 	cache.standing = current
-	cache.lastChanged = last.lastChange
 	cache.auditAt = time.Now().Add(m.client.random(m.timing.audit))
 	m.nodes.Store(int64(len(cache.entries)))
 	return nil
@@ -128,18 +124,18 @@ func (c *nodeCache) full() bool {
 	return true
 }
 
-// hadChange reports whether the Node with the name in w had the version in w when the store was at
-// revision. It also reports false if the server cannot show that revision any more.
-func (m *Manager) hadChange(ctx context.Context, w lastChange, revision int64) (is bool, err error) {
+// hadVersion reports whether the Node with that name had a version when the store was at revision. It also
+// reports false if the server cannot show that revision any more.
+func (m *Manager) hadVersion(ctx context.Context, name string, version, revision int64) (is bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
 	defer cancel()
-	q := query{name: w.name, metadata: true, revision: revision, exact: true}
-	_, err = m.client.list(ctx, m.decoder, q, func(n *wire.Node) { is = n.Revision == w.version })
+	q := query{name: name, metadata: true, revision: revision, exact: true}
+	_, err = m.client.list(ctx, m.decoder, q, func(n *wire.Node) { is = n.Revision == version })
 	if refused(err) {
 		return false, nil
 	}
 	if err != nil {
-		return false, fmt.Errorf("read node %s as it was: %w", w.name, err)
+		return false, fmt.Errorf("read node %s as it was: %w", name, err)
 	}
 	return is, nil
 }
@@ -151,27 +147,20 @@ func refused(err error) bool {
 		http.StatusInternalServerError, http.StatusGatewayTimeout)
 }
 
-// mark is what restore needs to recognize the store at the revision of the last known state:
-// the uid of this host's Node, and the Node that had changed last. Nodes change all the time, so
-// it is unlikely that another history of the store has that Node at that version.
+// mark is what restore needs to recognize the store at the revision of the last known state: the uid of
+// this host's Node, and the revision at which that Node changed last. kubelet writes the Node all the time,
+// so it is unlikely that another history of the store has it at that version.
 type mark struct {
-	uid string
-	lastChange
-}
-
-// lastChange names the Node that changed last, of those that still exist. version is the revision
-// of the store at which it changed.
-type lastChange struct {
-	name    string
+	uid     string
 	version int64
 }
 
-func (m mark) String() string { return fmt.Sprintf("%s %d %s", m.uid, m.version, m.name) }
+func (m mark) String() string { return fmt.Sprintf("%s %d", m.uid, m.version) }
 
 // parseMark parses the text of a mark. ok is false if the text is not one.
 func parseMark(text string) (m mark, ok bool) {
-	n, err := fmt.Sscanf(text, "%s %d %s", &m.uid, &m.version, &m.name)
-	return m, n == 3 && err == nil && m.version > 0
+	n, err := fmt.Sscanf(text, "%s %d", &m.uid, &m.version)
+	return m, n == 2 && err == nil && m.version > 0
 }
 
 // auditPage is the number of Nodes on a page of the list of metadata. The metadata of a Node has
