@@ -16,15 +16,22 @@ import (
 // gone: only when its key is missing from the same store, at the last known revision or a later one.
 // If the store was replaced, or is at an earlier revision than before, the ledger holds the peers that
 // are missing from the store: they stay in the ledger until a lease in the store contradicts them or
-// one TTL has passed. The zero Ledger has no peers. A Ledger is not safe for concurrent use.
+// one TTL has passed. After a long outage it also holds peers whose leases have run out, until
+// Update.Grace. The zero Ledger has no peers. A Ledger is not safe for concurrent use.
 type Ledger struct {
 	store  StoreID
 	peers  map[string]knownLease
-	synced bool                 // a snapshot was applied since the last Restore; the ledger removes no peer before that
-	held   map[string]time.Time // the held peers, by key, with the end of the hold
+	synced bool            // a snapshot was applied since the last Restore; the ledger removes no peer before that
+	held   map[string]hold // the held peers, by key
 	// unreadable has the keys of leases that cannot be read, and of which the ledger knows no earlier
 	// version either.
 	unreadable map[string]struct{}
+}
+
+// hold says why and until when a peer is held.
+type hold struct {
+	until time.Time
+	grace bool // the store has deleted the lease: see Update.Grace; if false, it has forgotten the lease
 }
 
 // knownLease is a lease and the time when the ledger got it, or when Follow last applied a change
@@ -56,12 +63,12 @@ type LedgerState struct {
 // Restore replaces the content of the ledger by state. The caller must not change state
 // afterwards.
 func (l *Ledger) Restore(state LedgerState, now time.Time) {
-	*l = Ledger{store: state.Store, peers: make(map[string]knownLease, len(state.Peers)), held: map[string]time.Time{}}
+	*l = Ledger{store: state.Store, peers: make(map[string]knownLease, len(state.Peers)), held: map[string]hold{}}
 	for i := range state.Peers {
 		p := &state.Peers[i]
 		l.peers[p.Lease.Key] = knownLease{&p.Lease, now}
 		if !p.HeldUntil.IsZero() {
-			l.held[p.Lease.Key] = p.HeldUntil
+			l.held[p.Lease.Key] = hold{until: p.HeldUntil}
 		}
 	}
 }
@@ -81,7 +88,7 @@ func (l *Ledger) First(n int) []*Lease {
 func (l *Ledger) State() LedgerState {
 	state := LedgerState{Store: l.store, Peers: make([]Peer, 0, len(l.peers))}
 	for key, peer := range l.peers {
-		state.Peers = append(state.Peers, Peer{*peer.Lease, l.held[key]})
+		state.Peers = append(state.Peers, Peer{*peer.Lease, l.held[key].until})
 	}
 	slices.SortFunc(state.Peers, func(a, b Peer) int { return cmp.Compare(a.Lease.Key, b.Lease.Key) })
 	return state
@@ -95,7 +102,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	l.store = s.Store
 
 	peers := make(map[string]knownLease, len(s.Leases))
-	held := map[string]time.Time{}
+	held := map[string]hold{}
 	for _, lease := range s.Leases {
 		peers[lease.Key] = knownLease{lease, cmp.Or(l.peers[lease.Key].since, now)}
 	}
@@ -115,16 +122,15 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 			continue
 		}
 
-		until, before := l.held[key]
+		h, before := l.held[key]
 		if !before && same {
-			continue
+			h = hold{s.Grace, true}
+		} else if latest := now.Add(TTL); !before || h.until.After(latest) { // the clock may have been set back
+			h.until = latest
 		}
-		if latest := now.Add(TTL); !before || until.After(latest) { // the clock may have been set back
-			until = latest
-		}
-		if now.Before(until) && !contradicted(peer.Lease) {
+		if now.Before(h.until) && !contradicted(peer.Lease) {
 			peers[key] = peer.detached()
-			held[key] = until
+			held[key] = h
 		}
 	}
 
@@ -138,7 +144,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 // removed because a change contradicts them. If changes alone are not sufficient, Follow changes
 // nothing and ok is false: the caller must apply the whole snapshot.
 func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
-	if !l.synced || u.Changed == nil || u.Store.ID != l.store.ID || u.Store.Revision < l.store.Revision {
+	if !l.synced || u.Changed == nil || now.Before(u.Grace) || u.Store.ID != l.store.ID || u.Store.Revision < l.store.Revision {
 		return nil, false
 	}
 
@@ -205,38 +211,37 @@ func (l *Ledger) Expire(now time.Time) bool {
 
 	known := len(l.peers)
 	latest := now.Add(TTL)
-	for key, until := range l.held {
+	for key, h := range l.held {
 		switch {
-		case until.After(latest): // the clock may have been set back
-			l.held[key] = latest
-		case !now.Before(until):
+		case h.until.After(latest): // the clock may have been set back
+			h.until = latest
+			l.held[key] = h
+		case !now.Before(h.until):
 			l.remove(key)
 		}
 	}
 	return len(l.peers) < known
 }
 
-// Held returns the keys of the held peers, sorted. No peer counts as held before Apply was called;
-// this applies to NumHeld and IsHeld, too.
-func (l *Ledger) Held() []string {
-	if l.NumHeld() == 0 {
-		return nil
+// Held returns the keys of the held peers that the store has forgotten, sorted. No peer counts as held before
+// Apply was called; this applies to NumHeld and IsHeld, too.
+func (l *Ledger) Held() (keys []string) {
+	for key := range l.held {
+		if l.IsHeld(key) {
+			keys = append(keys, key)
+		}
 	}
-	return slices.Sorted(maps.Keys(l.held))
+	slices.Sort(keys)
+	return keys
 }
 
-// NumHeld returns the number of held peers.
-func (l *Ledger) NumHeld() int {
-	if !l.synced {
-		return 0
-	}
-	return len(l.held)
-}
+// NumHeld returns the number of held peers that the store has forgotten.
+func (l *Ledger) NumHeld() int { return len(l.Held()) }
 
-// IsHeld reports whether the peer with that key is held.
+// IsHeld reports whether the peer with that key is held because the store has forgotten it.
 func (l *Ledger) IsHeld(key string) bool {
-	_, held := l.held[key]
-	return held && l.synced
+	h, held := l.held[key]
+	return held && !h.grace && l.synced
 }
 
 // Len returns the number of known leases, including those of held peers.

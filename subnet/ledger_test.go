@@ -38,6 +38,22 @@ func another(s subnet.Snapshot) subnet.Snapshot {
 	return s
 }
 
+// graced returns s with a grace period that ends so long after ledgerStart.
+func graced(d time.Duration, s subnet.Snapshot) subnet.Snapshot {
+	s.Grace = ledgerStart.Add(d)
+	return s
+}
+
+// ledgerStart is when the ledgers of these tests begin.
+var ledgerStart = time.Unix(1700000000, 0)
+
+// ledgerStep is a snapshot that a ledger gets, and what it has after that.
+type ledgerStep struct {
+	after      time.Duration // since the step before
+	snapshot   subnet.Snapshot
+	want, held []string
+}
+
 func undecodable(s subnet.Snapshot, keys ...string) subnet.Snapshot {
 	s.Undecodable = keys
 	return s
@@ -47,76 +63,71 @@ func TestLedger(t *testing.T) {
 	a := lease("a", 1, "10.5.1.0/24", "192.0.2.1")
 	b := lease("b", 2, "10.5.2.0/24", "192.0.2.2")
 	c := lease("c", 3, "10.5.3.0/24", "192.0.2.3")
-	type step struct {
-		after      time.Duration // since the step before
-		snapshot   subnet.Snapshot
-		want, held []string
-	}
-	all := step{0, snapshot("s", 10, a, b), []string{"a", "b"}, nil}
+	all := ledgerStep{0, snapshot("s", 10, a, b), []string{"a", "b"}, nil}
 	for _, tc := range []struct {
 		name  string
-		steps []step
+		steps []ledgerStep
 	}{
-		{"same store, later revision: gone", []step{all, {0, snapshot("s", 11, a), []string{"a"}, nil}}},
-		{"same store, same revision: gone", []step{all, {0, snapshot("s", 10, a), []string{"a"}, nil}}},
-		{"rewound store: held", []step{
+		{"same store, later revision: gone", []ledgerStep{all, {0, snapshot("s", 11, a), []string{"a"}, nil}}},
+		{"same store, same revision: gone", []ledgerStep{all, {0, snapshot("s", 10, a), []string{"a"}, nil}}},
+		{"rewound store: held", []ledgerStep{
 			all,
 			{0, snapshot("s", 9, a), []string{"a", "b"}, []string{"b"}},
 			{time.Hour, snapshot("s", 10, a), []string{"a", "b"}, []string{"b"}},
 			{subnet.TTL - time.Hour - 1, snapshot("s", 11, a), []string{"a", "b"}, []string{"b"}},
 			{1, snapshot("s", 11, a), []string{"a"}, nil},
 		}},
-		{"wiped store: all held, then back one by one", []step{
+		{"wiped store: all held, then back one by one", []ledgerStep{
 			all,
 			{0, snapshot("s", 1), []string{"a", "b"}, []string{"a", "b"}},
 			{0, snapshot("s", 2, b), []string{"a", "b"}, []string{"a"}},
 			{0, snapshot("s", 3), []string{"a"}, []string{"a"}},
 		}},
-		{"other store, even at a later revision: held", []step{
+		{"other store, even at a later revision: held", []ledgerStep{
 			all,
 			{0, snapshot("t", 99, c), []string{"a", "b", "c"}, []string{"a", "b"}},
 			{0, snapshot("s", 100, a, b), []string{"a", "b", "c"}, []string{"c"}},
 		}},
-		{"other store with the same ID and a later revision: held", []step{all, {0, another(snapshot("s", 11, a)), []string{"a", "b"}, []string{"b"}}}},
-		{"held until another key takes the subnet", []step{
+		{"other store with the same ID and a later revision: held", []ledgerStep{all, {0, another(snapshot("s", 11, a)), []string{"a", "b"}, []string{"b"}}}},
+		{"held until another key takes the subnet", []ledgerStep{
 			all,
 			{0, snapshot("t", 1), []string{"a", "b"}, []string{"a", "b"}},
 			{0, snapshot("t", 2, lease("x", 1, "10.5.2.0/24", "192.0.2.9")), []string{"a", "x"}, []string{"a"}},
 		}},
-		{"held until a subnet of another length takes part of it", []step{
+		{"held until a subnet of another length takes part of it", []ledgerStep{
 			{0, snapshot("s", 10, lease("wide", 1, "10.5.2.0/23", "192.0.2.1")), []string{"wide"}, nil},
 			{0, snapshot("t", 2, lease("x", 1, "10.5.3.0/24", "192.0.2.9")), []string{"x"}, nil},
 		}},
-		{"held until its public IP has another subnet", []step{
+		{"held until its public IP has another subnet", []ledgerStep{
 			all,
 			{0, snapshot("t", 2, lease("x", 1, "10.5.9.0/24", "192.0.2.2")), []string{"a", "x"}, []string{"a"}},
 		}},
-		{"held beside a node with the same public IP", []step{
+		{"held beside a node with the same public IP", []ledgerStep{
 			{0, snapshot("s", 10, a, lease("twin", 2, "10.5.9.0/24", "192.0.2.1")), []string{"a", "twin"}, nil},
 			{0, snapshot("t", 1, lease("twin", 2, "10.5.9.0/24", "192.0.2.1")), []string{"a", "twin"}, []string{"a"}},
 			{0, snapshot("t", 2, lease("twin", 2, "10.5.8.0/24", "192.0.2.1")), []string{"twin"}, nil},
 		}},
-		{"held beside another lease without a public IP", []step{
+		{"held beside another lease without a public IP", []ledgerStep{
 			{0, snapshot("s", 10, lease("b", 2, "10.5.2.0/24", ""), lease("c", 3, "10.5.3.0/24", "0.0.0.0")), []string{"b", "c"}, nil},
 			{0, snapshot("t", 1, lease("x", 4, "10.5.4.0/24", ""), lease("y", 5, "10.5.5.0/24", "0.0.0.0")), []string{"b", "c", "x", "y"}, []string{"b", "c"}},
 		}},
-		{"the same key with other content is current, not held", []step{
+		{"the same key with other content is current, not held", []ledgerStep{
 			all,
 			{0, snapshot("t", 2, lease("a", 1, "10.5.1.0/24", "192.0.2.9"), b), []string{"a", "b"}, nil},
 		}},
-		{"undecodable keeps its last good lease until the key goes", []step{
+		{"undecodable keeps its last good lease until the key goes", []ledgerStep{
 			all,
 			{0, undecodable(snapshot("s", 11, a), "b"), []string{"a", "b"}, nil},
 			{48 * time.Hour, undecodable(snapshot("s", 12, a), "b"), []string{"a", "b"}, nil},
 			{0, snapshot("s", 13, a), []string{"a"}, nil},
 		}},
-		{"undecodable and never seen is no peer", []step{
+		{"undecodable and never seen is no peer", []ledgerStep{
 			{0, undecodable(snapshot("s", 11, a), "b"), []string{"a"}, nil},
 		}},
-		{"undecodable in another store is current", []step{
+		{"undecodable in another store is current", []ledgerStep{
 			all, {0, undecodable(snapshot("t", 1), "b"), []string{"a", "b"}, []string{"a"}},
 		}},
-		{"a clock set back does not hold for longer than a TTL", []step{
+		{"a clock set back does not hold for longer than a TTL", []ledgerStep{
 			all,
 			{0, snapshot("t", 1, a), []string{"a", "b"}, []string{"b"}},
 			{-1000 * time.Hour, snapshot("t", 1, a), []string{"a", "b"}, []string{"b"}},
@@ -124,23 +135,61 @@ func TestLedger(t *testing.T) {
 		}},
 	} {
 		for _, persist := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s, persisted %v", tc.name, persist), func(t *testing.T) {
-				ledger, now := new(subnet.Ledger), time.Unix(1700000000, 0)
-				for i, s := range tc.steps {
-					if persist {
-						ledger = reload(t, ledger)
-					}
-					now = now.Add(s.after)
-					leases, held := apply(ledger, s.snapshot, now)
-					if diff := cmp.Diff(s.want, keys(leases)); diff != "" {
-						t.Errorf("step %d: leases differ (-want +got):\n%s", i, diff)
-					}
-					if diff := cmp.Diff(s.held, held); diff != "" {
-						t.Errorf("step %d: held differ (-want +got):\n%s", i, diff)
-					}
-				}
-			})
+			t.Run(fmt.Sprintf("%s, persisted %v", tc.name, persist), func(t *testing.T) { playLedger(t, tc.steps, persist) })
 		}
+	}
+}
+
+// playLedger applies the snapshots of steps. If persist is set, the ledger is restored before each.
+func playLedger(t *testing.T, steps []ledgerStep, persist bool) {
+	t.Helper()
+	ledger, now := new(subnet.Ledger), ledgerStart
+	for i, s := range steps {
+		if persist {
+			ledger = reload(t, ledger)
+		}
+		now = now.Add(s.after)
+		leases, held := apply(ledger, s.snapshot, now)
+		if diff := cmp.Diff(s.want, keys(leases)); diff != "" {
+			t.Errorf("step %d: leases differ (-want +got):\n%s", i, diff)
+		}
+		if diff := cmp.Diff(s.held, held); diff != "" {
+			t.Errorf("step %d: held differ (-want +got):\n%s", i, diff)
+		}
+	}
+}
+
+// TestLedgerGrace expects that leases which have run out during an outage are kept for the grace period,
+// unless others contradict them, and do not count as held.
+func TestLedgerGrace(t *testing.T) {
+	a := lease("a", 1, "10.5.1.0/24", "192.0.2.1")
+	b := lease("b", 2, "10.5.2.0/24", "192.0.2.2")
+	all := ledgerStep{0, snapshot("s", 10, a, b), []string{"a", "b"}, nil}
+	for _, tc := range []struct {
+		name  string
+		steps []ledgerStep
+	}{
+		{"kept", []ledgerStep{
+			all,
+			{0, graced(time.Minute, snapshot("s", 11, a)), []string{"a", "b"}, nil},
+			{time.Minute - 1, graced(time.Minute, snapshot("s", 12, a)), []string{"a", "b"}, nil},
+			{1, snapshot("s", 13, a), []string{"a"}, nil},
+		}},
+		{"taken again", []ledgerStep{
+			all,
+			{0, graced(time.Minute, snapshot("s", 11)), []string{"a", "b"}, nil},
+			{0, graced(time.Minute, snapshot("s", 12, b)), []string{"a", "b"}, nil},
+			{time.Minute, snapshot("s", 13, b), []string{"b"}, nil},
+			{0, snapshot("s", 14), []string{}, nil},
+		}},
+		{"others have the subnet or the address", []ledgerStep{
+			all,
+			{0, graced(time.Minute, snapshot("s", 11)), []string{"a", "b"}, nil},
+			{0, graced(time.Minute, snapshot("s", 12, lease("x", 1, "10.5.1.0/25", "192.0.2.9"), lease("y", 2, "10.5.8.0/24", "192.0.2.2"))), []string{"x", "y"}, nil},
+		}},
+		{"after the grace period", []ledgerStep{all, {time.Minute, graced(time.Minute, snapshot("s", 11, a)), []string{"a"}, nil}}},
+	} {
+		t.Run(tc.name, func(t *testing.T) { playLedger(t, tc.steps, false) })
 	}
 }
 
@@ -364,7 +413,10 @@ func TestLedgerFollows(t *testing.T) {
 				u.Changed = nil
 			}
 			u.Store = store
-			s := subnet.Snapshot{Store: store, Leases: slices.Collect(maps.Values(all)), Undecodable: slices.Collect(maps.Keys(broken))}
+			if rnd.IntN(10) == 0 {
+				u.Grace = now.Add(time.Hour)
+			}
+			s := subnet.Snapshot{Store: store, Leases: slices.Collect(maps.Values(all)), Undecodable: slices.Collect(maps.Keys(broken)), Grace: u.Grace}
 			bySnapshot.Expire(now)
 			n := byChange.Len()
 			if expired := byChange.Expire(now); expired != (byChange.Len() < n) {

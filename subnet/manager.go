@@ -5,6 +5,7 @@ package subnet
 import (
 	"context"
 	"errors"
+	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
@@ -53,7 +54,8 @@ type Snapshot struct {
 	Leases      []*Lease // all but the own one, in no particular order; shared and read-only
 	Undecodable []string // keys whose value cannot be read, in no particular order: such a peer keeps its last good state until its key is gone
 	Store       StoreID
-	Another     bool // the store is not that of the snapshot before, even if ID and Revision suggest that it is
+	Another     bool      // the store is not that of the snapshot before, even if ID and Revision suggest that it is
+	Grace       time.Time // see Update
 }
 
 // Update describes the leases of other nodes that a store has at one moment. Changed and Undecodable
@@ -68,6 +70,10 @@ type Update struct {
 	// Undecodable has keys whose value has become unreadable. Such a peer keeps its last good
 	// state. A receiver ignores Undecodable if Changed is nil.
 	Undecodable []string
+	// Grace is set after an outage in which nodes could not renew their leases. The store deletes such leases
+	// as soon as it is available again, and their nodes take them again within seconds. So a peer whose lease
+	// goes before Grace is held until then.
+	Grace time.Time
 	// Snapshot returns all leases. The receiver may call it only until the sink of Watch returns. Its
 	// cost depends on the number of leases.
 	Snapshot func() Snapshot

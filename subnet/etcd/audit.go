@@ -40,7 +40,7 @@ func (m *Manager) firstAudit() time.Time {
 // in cache.auditAt, and while no watch changes the cache. It lists the leases at the revision of the
 // cache. So a difference is an error of the last known state, and not a change whose event has not
 // come yet. audit corrects and publishes the cache. If the list fails, the revision was compacted, or the
-// store is another one, it sets another time. It leaves the leases that the cache only retains.
+// store is another one, it sets another time.
 func (m *Manager) audit(ctx context.Context, cache *leaseCache, sink func(subnet.Update)) {
 	if cache.auditAt.IsZero() || time.Now().Before(cache.auditAt) {
 		return
@@ -63,10 +63,8 @@ func (m *Manager) audit(ctx context.Context, cache *leaseCache, sink func(subnet
 			wrong = append(wrong, is.key)
 		}
 	}
-	for key, was := range cache.entries {
-		if _, expiring := cache.expiring[key]; expiring {
-			right[key] = was
-		} else if right[key] == nil {
+	for key := range cache.entries {
+		if right[key] == nil {
 			wrong = append(wrong, key)
 		}
 	}

@@ -13,7 +13,7 @@
 //   - Keep: keep.go. Acquire and Keep write this host's lease with write.go, get and renew etcd leases
 //     with grants.go, and encode values with package codec.
 //   - Watch: watch.go, with the cache in leasecache.go, to which events.go applies events.
-//     graceperiod.go retains leases that the store has deleted after an outage. compare.go finds out
+//     graceperiod.go tells which leases may come back after an outage. compare.go finds out
 //     whether the store is still the same, restore.go continues from the last known state in
 //     lastknown.go, and audit.go compares that state with a list later.
 //   - Network, Networks, Observe and Release, for several networks in one store: networks.go

@@ -25,11 +25,11 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 	cache.streamWasUp(time.Now(), m.timing.dead)
 	cache.contact(time.Now(), m.cfg.margin(m.cfg.TTL), m.timing.gracePeriod)
 	known := cache.store.Revision
-	changed := map[string]*subnet.Lease{}
-	cache.drop(changed, cache.expired(ctx))
-	if confirmed <= known && len(changed) == 0 {
+	ended := cache.end()
+	if confirmed <= known && !ended {
 		return nil
 	}
+	changed := map[string]*subnet.Lease{}
 
 	for _, ev := range resp.Events {
 		if ev.Kv.ModRevision <= known {
@@ -41,11 +41,9 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 		e := &read
 		switch ev.Type {
 		case mvccpb.DELETE:
-			if !cache.retain(e.key) {
-				cache.drop(changed, []string{e.key})
-			}
+			delete(cache.entries, e.key)
+			changed[e.key] = nil
 		default:
-			cache.drop(changed, cache.replaced(e, cache.entries))
 			m.logUndecodable(ctx, cache.entries[e.key], e)
 			cache.written(e)
 			if e.err == nil {
@@ -56,6 +54,9 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 
 	cache.store.Revision = max(known, confirmed)
 	m.client.hosts.Store(int64(len(cache.entries)))
+	if ended {
+		changed = nil // the receiver lets all leases go that it has held
+	}
 	u := cache.update(m.self.Load(), changed)
 	for _, ev := range resp.Events {
 		if key := m.keyOf(ev.Kv); cache.unreadable(key) {

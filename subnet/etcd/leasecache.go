@@ -13,7 +13,7 @@ import (
 
 // leaseCache is the copy of the store's leases that Watch keeps.
 type leaseCache struct {
-	entries        map[string]*entry // by key, without their values; retained leases too
+	entries        map[string]*entry // by key, without their values
 	store          subnet.StoreID    // the cache has the leases of exactly this revision; 0: there was no list yet
 	configRevision int64             // revision up to which the configuration is known
 	stale          bool              // the leases must be listed before the next watch
@@ -27,8 +27,7 @@ type leaseCache struct {
 	gracePeriod
 }
 
-// count returns the number of leases that the store has, so without the retained ones.
-func (c *leaseCache) count() int64 { return int64(len(c.entries) - len(c.expiring)) }
+func (c *leaseCache) count() int64 { return int64(len(c.entries)) }
 
 // spareAges limits byAge: it may have at most this many entries more than twice the number of
 // leases.
@@ -42,8 +41,7 @@ func (c *leaseCache) written(e *entry) {
 	}
 }
 
-// newestEntry returns the entry that was written last of those that the store has, or nil if there
-// is none. After a lease is gone, it does not look at all entries: with 10,000 leases that would take as
+// newestEntry returns the entry that was written last, or nil if there is none. After a lease is gone, it does not look at all entries: with 10,000 leases that would take as
 // long as all else that a change takes.
 func (c *leaseCache) newestEntry() *entry {
 	if c.byAge == nil || len(c.byAge) > 2*len(c.entries)+spareAges {
@@ -51,13 +49,10 @@ func (c *leaseCache) newestEntry() *entry {
 	}
 
 	for i, e := range slices.Backward(c.byAge) {
-		_, expiring := c.expiring[e.key]
-		switch there := c.entries[e.key] == e; {
-		case there && !expiring:
+		if c.entries[e.key] == e {
 			return e
-		case !there && i == len(c.byAge)-1:
-			c.byAge = c.byAge[:i]
 		}
+		c.byAge = c.byAge[:i]
 	}
 	return nil
 }
@@ -74,41 +69,6 @@ func (c *leaseCache) mayPrecede(l listing) bool {
 // follows reports whether the cache is of the same store as old, at the same revision or a later one.
 func (c *leaseCache) follows(old leaseCache) bool {
 	return !c.another && c.store.ID == old.store.ID && c.store.Revision >= old.store.Revision
-}
-
-// drop removes the leases with these keys from the cache, and records in changed that they are gone.
-func (c *leaseCache) drop(changed map[string]*subnet.Lease, keys []string) {
-	for _, key := range keys {
-		delete(c.entries, key)
-		changed[key] = nil
-	}
-}
-
-// retainFrom retains those leases of old, the cache before an outage, that the store has deleted
-// since. It does so only during a grace period, and not for a lease that a new lease replaces. If
-// old is of another store, it retains none, because the ledger holds the leases that are missing
-// from the present store.
-func (c *leaseCache) retainFrom(old leaseCache) {
-	if !c.follows(old) {
-		c.expiring = nil
-		return
-	}
-
-	listed := slices.Collect(maps.Values(c.entries))
-	for key := range c.entries { // some may have been written again while the host did not watch
-		delete(c.expiring, key)
-	}
-
-	for key, e := range old.entries {
-		if _, there := c.entries[key]; !there && c.retain(key) {
-			c.entries[key] = e
-		}
-	}
-
-	maps.DeleteFunc(c.expiring, func(key string, _ struct{}) bool { return c.entries[key] == nil })
-	for _, e := range listed {
-		c.drop(map[string]*subnet.Lease{}, c.replaced(e, c.entries))
-	}
 }
 
 func (c *leaseCache) unreadable(key string) bool {
@@ -130,11 +90,11 @@ func (c *leaseCache) update(own *self, changed map[string]*subnet.Lease) subnet.
 	if w := c.mark(); !c.unreadable(w.newest.key) { // the state file contains no unreadable lease, so with one the next start must list all anyway
 		c.store.Mark = w.String()
 	}
-	return subnet.Update{Store: c.store, Changed: changed, Snapshot: func() subnet.Snapshot { return c.snapshot(own) }}
+	return subnet.Update{Store: c.store, Changed: changed, Grace: c.grace, Snapshot: func() subnet.Snapshot { return c.snapshot(own) }}
 }
 
 func (c *leaseCache) snapshot(own *self) subnet.Snapshot {
-	s := subnet.Snapshot{Leases: make([]*subnet.Lease, 0, len(c.entries)), Store: c.store, Another: c.another}
+	s := subnet.Snapshot{Leases: make([]*subnet.Lease, 0, len(c.entries)), Store: c.store, Another: c.another, Grace: c.grace}
 	for key, e := range c.entries {
 		switch {
 		case own.has(e):

@@ -8,34 +8,25 @@ import (
 	"testing"
 )
 
-// TestNewestEntry writes, deletes and retains leases at random. newestEntry must return
-// the entry with the highest revision of all that are not retained.
+// TestNewestEntry writes and deletes leases at random. newestEntry must return the entry with the highest
+// revision.
 func TestNewestEntry(t *testing.T) {
 	for seed := range uint64(50) {
 		r := rand.New(rand.NewPCG(seed, seed))
-		c := leaseCache{entries: map[string]*entry{}, gracePeriod: gracePeriod{expiring: map[string]struct{}{}}}
+		c := leaseCache{entries: map[string]*entry{}}
 		for revision := int64(1); revision < 2000; revision++ {
 			key := fmt.Sprint(r.IntN(20))
-			switch r.IntN(5) {
-			case 0, 1:
+			if r.IntN(2) == 0 {
 				c.written(&entry{key: key, modRevision: revision})
-				delete(c.expiring, key)
-			case 2, 3:
+			} else {
 				delete(c.entries, key)
-				delete(c.expiring, key)
-			default:
-				if c.entries[key] != nil {
-					c.expiring[key] = struct{}{}
-				}
 			}
 			if r.IntN(3) == 0 {
 				continue
 			}
 			var want int64
-			for key, e := range c.entries {
-				if _, expiring := c.expiring[key]; !expiring {
-					want = max(want, e.modRevision)
-				}
+			for _, e := range c.entries {
+				want = max(want, e.modRevision)
 			}
 			var got int64
 			if newest := c.newestEntry(); newest != nil {

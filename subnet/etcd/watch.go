@@ -36,7 +36,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 					m.report(ctx, sourceWatch, nil)
 					return m.advance(ctx, cache, resp, confirmed, sink)
 				},
-				waits:  func() bool { return len(cache.expiring) > 0 },
+				waits:  func() bool { return !cache.grace.IsZero() },
 				checks: !m.guest, // a watch of the manager that owns the connection checks it
 			})
 
@@ -109,7 +109,6 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 		m.logUndecodable(ctx, old.entries[e.key], e)
 	}
 
-	cache.retainFrom(old)
 	m.client.hosts.Store(int64(len(cache.entries)))
 	sink(cache.update(m.self.Load(), nil))
 	m.replaced.Store(false) // later updates come from the same store

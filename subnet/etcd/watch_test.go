@@ -333,9 +333,9 @@ func TestStoreWipedAndUsedOutOfSight(t *testing.T) {
 	}
 }
 
-// TestStoreWipedDuringTheGracePeriod expects that a watch drops the leases that it retains after a long
-// outage when another store replaces the first one.
-func TestStoreWipedDuringTheGracePeriod(t *testing.T) {
+// TestGracePeriodAfterAnOutage expects that a grace period begins after a long outage, and lasts while another
+// store replaces the first one. Its end is an update.
+func TestGracePeriodAfterAnOutage(t *testing.T) {
 	t.Parallel()
 	const margin = 50 * time.Millisecond
 	f := newFixture(t, newServer(t))
@@ -344,7 +344,7 @@ func TestStoreWipedDuringTheGracePeriod(t *testing.T) {
 	}
 	p := newProxy(t, f.server)
 	m := f.manager(t, throughProxy(p), func(c *Config) { c.RenewMargin = margin })
-	m.timing.gracePeriod, m.timing.dead = time.Hour, time.Millisecond
+	m.timing.gracePeriod, m.timing.dead, m.timing.idle = 3*time.Second, time.Millisecond, 100*time.Millisecond
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
 	p.cut()
@@ -353,11 +353,15 @@ func TestStoreWipedDuringTheGracePeriod(t *testing.T) {
 	f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.102"))
 	waittest.Until(t, patience, "longer than the margin", func() bool { return time.Since(cut) > 2*margin })
 	p.open(t)
-	w.Until(t, "who is spared", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
+	during := func(want ...string) func(subnet.Snapshot) bool {
+		return func(s subnet.Snapshot) bool { return time.Now().Before(s.Grace) && subnettest.Has(want...)(s) }
+	}
+	w.Until(t, "the other lease in the grace period", during("10.5.2.0-24"))
 	f.wipe(t)
-	w.Until(t, "no peer", subnettest.Has())
+	w.Until(t, "no lease in the grace period", during())
 	f.put(t, "subnets/10.5.7.0-24", leaseValue("192.0.2.107"))
 	w.Until(t, "what the new store gets", subnettest.Has("10.5.7.0-24"))
+	w.Until(t, "the end of the grace period", func(s subnet.Snapshot) bool { return s.Grace.IsZero() && subnettest.Has("10.5.7.0-24")(s) })
 }
 
 func TestStoreRestarted(t *testing.T) {
@@ -434,20 +438,18 @@ func TestDeadConnection(t *testing.T) {
 
 // TestSilence watches a store that sends nothing for so long that leases could have expired. Then
 // the store deletes a lease. If a host notices a dead connection sooner than that, there was no
-// outage, and the deletion must be published. Otherwise there may have been one, and the lease must
-// be retained.
+// outage. Otherwise there may have been one, and the deletion comes in a grace period.
 func TestSilence(t *testing.T) {
 	const margin = 50 * time.Millisecond
 	t.Run("noticed", func(t *testing.T) {
 		f, w := watchSilentStore(t, margin, margin/2)
 		f.delete(t, "subnets/10.5.1.0-24")
-		w.Until(t, "no peer", subnettest.Has())
+		w.Until(t, "no peer", func(s subnet.Snapshot) bool { return s.Grace.IsZero() && subnettest.Has()(s) })
 	})
 	t.Run("unnoticed", func(t *testing.T) {
 		f, w := watchSilentStore(t, margin, time.Hour)
 		f.delete(t, "subnets/10.5.1.0-24")
-		f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"))
-		w.Until(t, "both", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
+		w.Until(t, "no peer in a grace period", func(s subnet.Snapshot) bool { return time.Now().Before(s.Grace) && subnettest.Has()(s) })
 	})
 }
 
