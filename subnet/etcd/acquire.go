@@ -67,13 +67,12 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	if err != nil {
 		return err
 	}
-	writes := m.writes
 	err = m.asPermitted(ctx, func(may *rights) error { return m.acquireFrom(ctx, l, pools, c, spare, may) })
 
 	switch {
 	case err == nil:
 		m.forWatch.Store(&l)
-	case passes(err) && !errors.Is(err, errConflict) && m.writes == writes && len(m.unanswered) == 0:
+	case passes(err) && !errors.Is(err, errConflict) && len(m.unanswered) == 0:
 		// The list succeeded and only later, small requests failed, so the next try uses l again.
 		// When all hosts start at once, a list for each try would make the store slower.
 		m.forAcquire.Store(&l)

@@ -28,38 +28,30 @@ const (
 // store. It returns unknown if they cannot be compared, because the revision was compacted or leases are missing in
 // the state. In all other cases it returns another.
 func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leaseCache, now int64, is comparison, err error) {
-	was, is, err := m.readPast(ctx, k.store.Revision, k.newest.key, k.own)
-	if was == nil || was.store.ID != k.store.ID || !was.matches(k.mark) {
+	found, present, is, err := m.compareAt(ctx, k.store.Revision, k.mark, k.own)
+	switch {
+	case is != same:
 		return nil, 0, is, err
+	case present.ID != k.store.ID:
+		return nil, 0, another, nil
 	}
 
 	cache = &leaseCache{entries: maps.Clone(k.entries), store: k.store}
-	maps.Copy(cache.entries, was.entries)
+	maps.Copy(cache.entries, found)
 	if cache.count() != k.count { // leases that could not be read are missing in the state
 		return nil, 0, unknown, nil
 	}
-	return cache, was.store.Revision, same, nil
+	return cache, present.Revision, same, nil
 }
 
-// past is what the store had at an earlier revision.
-type past struct {
-	count   int64             // number of all keys of leases
-	entries map[string]*entry // by key: those that were asked for
-	store   subnet.StoreID    // at present
-}
-
-// matches reports whether w may be the mark of the store at the revision of p.
-func (p *past) matches(w mark) bool {
-	newest := p.entries[w.newest.key]
-	return p.count == w.count && (w.newest.key == "" || newest != nil && newest.is(w.newest.revision, w.newest.lease))
-}
-
-// readPast reads the number of leases in the store at a revision, and the entries with some keys. It
-// ignores empty keys. If the revision was compacted, was is nil and the result is unknown. Otherwise the
-// result is another, and was is nil if the store has not come to that revision.
-func (m *Manager) readPast(ctx context.Context, revision int64, keys ...string) (was *past, is comparison, err error) {
+// compareAt compares the store as it was at a revision with a mark. found has the entries at that revision with
+// the key of the mark and the given keys, of which it ignores empty ones, and present is the store as it is now.
+// The result is unknown if the revision was compacted, and another if the mark is not that of the store, or the
+// store has not come to that revision.
+func (m *Manager) compareAt(ctx context.Context, revision int64, was mark, keys ...string) (found map[string]*entry, present subnet.StoreID, is comparison, err error) {
 	at := clientv3.WithRev(revision)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
+	keys = append(keys, was.key)
 	slices.Sort(keys)
 	for _, key := range slices.Compact(keys) {
 		if key != "" {
@@ -72,19 +64,25 @@ func (m *Manager) readPast(ctx context.Context, revision int64, keys ...string) 
 	resp, err := m.txn(ctx, nil, ops...)
 	switch {
 	case errors.Is(err, rpctypes.ErrCompacted): // a watch could not start at that revision either
-		return nil, unknown, nil
+		return nil, subnet.StoreID{}, unknown, nil
 	case errors.Is(err, rpctypes.ErrFutureRev): // so it is another store
-		return nil, another, nil
+		return nil, subnet.StoreID{}, another, nil
 	case err != nil:
-		return nil, another, err
+		return nil, subnet.StoreID{}, another, err
 	}
 
-	was = &past{count: resp.Responses[0].GetResponseRange().Count, entries: map[string]*entry{}, store: storeID(resp.Header)}
+	found = map[string]*entry{}
 	for _, r := range resp.Responses[1:] {
 		for _, kv := range r.GetResponseRange().Kvs {
 			e := m.entry(kv)
-			was.entries[e.key] = &e
+			found[e.key] = &e
 		}
 	}
-	return was, another, nil
+
+	is = another
+	newest := found[was.key]
+	if resp.Responses[0].GetResponseRange().Count == was.count && (was.key == "" || newest != nil && newest.is(was.revision, was.lease)) {
+		is = same
+	}
+	return found, storeID(resp.Header), is, nil
 }

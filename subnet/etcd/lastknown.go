@@ -64,12 +64,10 @@ func (k *lastKnown) survivesIn(l listing) bool {
 // mark is what restore needs to recognize the store at a revision. Another history of the store is
 // unlikely to have the same mark, because ids of etcd leases are random.
 type mark struct {
-	count  int64     // number of all keys of leases in the store
-	newest newestKey // zero: the store has no leases and no reservations
-}
+	count int64 // number of all keys of leases in the store
 
-// newestKey is the key that was written last, with the revision of that write and its etcd lease.
-type newestKey struct {
+	// The key that was written last, with the revision of that write and its etcd lease. It is empty if the
+	// store has no leases and no reservations.
 	key      string
 	revision int64
 	lease    clientv3.LeaseID
@@ -77,15 +75,15 @@ type newestKey struct {
 
 // String returns the text of the mark, from which parseMark makes it again.
 func (w mark) String() string {
-	if w.newest.key == "" {
+	if w.key == "" {
 		return "0"
 	}
-	return fmt.Sprintf("%d %d %x %s", w.count, w.newest.revision, int64(w.newest.lease), w.newest.key)
+	return fmt.Sprintf("%d %d %x %s", w.count, w.revision, int64(w.lease), w.key)
 }
 
 func parseMark(text string) (w mark, ok bool) {
 	var id uint64
-	_, _ = fmt.Sscanf(text, "%d %d %x %s", &w.count, &w.newest.revision, &id, &w.newest.key) // String finds any failure
-	w.newest.lease = clientv3.LeaseID(id)
-	return w, w.String() == text && (w == mark{} || w.count > 0 && w.newest.revision > 0)
+	_, _ = fmt.Sscanf(text, "%d %d %x %s", &w.count, &w.revision, &id, &w.key) // String finds any failure
+	w.lease = clientv3.LeaseID(id)
+	return w, w.String() == text && (w == mark{} || w.count > 0 && w.revision > 0)
 }

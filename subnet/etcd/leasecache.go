@@ -87,7 +87,7 @@ func (c *leaseCache) update(own *self, changed map[string]*subnet.Lease) subnet.
 		}
 	}
 	c.store.Mark = ""
-	if w := c.mark(); !c.unreadable(w.newest.key) { // the state file contains no unreadable lease, so with one the next start must list all anyway
+	if w := c.mark(); !c.unreadable(w.key) { // the state file contains no unreadable lease, so with one the next start must list all anyway
 		c.store.Mark = w.String()
 	}
 	return subnet.Update{Store: c.store, Changed: changed, Grace: c.grace, Snapshot: func() subnet.Snapshot { return c.snapshot(own) }}
@@ -113,5 +113,5 @@ func (c *leaseCache) mark() mark {
 	if newest == nil {
 		return mark{}
 	}
-	return mark{c.count(), newestKey{newest.key, newest.modRevision, newest.leaseID}}
+	return mark{c.count(), newest.key, newest.modRevision, newest.leaseID}
 }

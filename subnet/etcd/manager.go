@@ -24,11 +24,10 @@ type Manager struct {
 	// undecodable limits the log lines about leases that cannot be read.
 	undecodable *loglimit.Changes
 
-	// writing guards own, unanswered and writes: it contains an element while a goroutine uses them.
+	// writing guards own and unanswered: it contains an element while a goroutine uses them.
 	writing    chan struct{}
 	own        ownLease
 	unanswered []ownLease           // writes of this host's key since own was set, without an answer: the store may have executed one of them, or may still do so
-	writes     int                  // number of writes of this host's key, with or without an answer
 	self       atomic.Pointer[self] // this host's part of the store; never nil
 	// forAcquire and forWatch contain a listing that one method has just read, for the next Acquire or Watch. A
 	// start needs three listings, and thousands of leases take time. If the leases have changed since

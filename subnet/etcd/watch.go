@@ -131,10 +131,6 @@ func (m *Manager) compare(ctx context.Context, cache *leaseCache) (comparison, e
 		return unknown, err
 	}
 
-	at := cache.mark()
-	was, is, err := m.readPast(ctx, cache.store.Revision, at.newest.key)
-	if was != nil && was.matches(at) {
-		is = same
-	}
+	_, _, is, err := m.compareAt(ctx, cache.store.Revision, cache.mark())
 	return is, err
 }

@@ -166,7 +166,6 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 		ops = append(ops, clientv3.OpDelete(m.dir+e.key))
 	}
 
-	m.writes++
 	m.claimKeys(m.own.key, own.key)
 	resp, err := m.txn(ctx, conditions, ops...)
 	switch {
