@@ -73,15 +73,10 @@ func (l *Ledger) Restore(state LedgerState, now time.Time) {
 	}
 }
 
-// First returns the n peers with the smallest keys, or all if there are fewer. Unlike State it does not
-// copy the ledger.
+// First returns the n peers with the smallest keys, or all if there are fewer.
 func (l *Ledger) First(n int) []*Lease {
-	first := make([]*Lease, 0, n+1)
-	for _, peer := range l.peers {
-		at, _ := slices.BinarySearchFunc(first, peer.Key, func(a *Lease, key string) int { return cmp.Compare(a.Key, key) })
-		first = slices.Insert(first, at, peer.Lease)[:min(len(first)+1, n)]
-	}
-	return first
+	all := slices.SortedFunc(l.Leases(), func(a, b *Lease) int { return cmp.Compare(a.Key, b.Key) })
+	return all[:min(n, len(all))]
 }
 
 // State returns the content of the ledger. The leases in it are shared and read-only.
