@@ -6,9 +6,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
-	"encoding/json"
 	"math/rand/v2"
-	"net/url"
 	"strings"
 	"time"
 
@@ -100,20 +98,14 @@ func (r *eventSender) sendNow(ctx context.Context, uid, reason, message string) 
 	sum := sha256.Sum256([]byte(strings.Join([]string{uid, reason, message}, "\x00")))
 	event := strings.TrimRight(name[:min(len(name), maxEventName)], ".-") + "." + hex.EncodeToString(sum[:8])
 	now := time.Now().UTC().Truncate(time.Second)
-	body, err := json.Marshal(map[string]any{
+	err := r.client.create(ctx, r.timing.request, request{path: "namespaces/" + eventNamespace + "/events"}, map[string]any{
 		"apiVersion": "v1", "kind": "Event",
 		"metadata":       map[string]any{"name": event, "namespace": eventNamespace},
 		"involvedObject": map[string]any{"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid},
 		"type":           "Warning", "reason": reason, "message": message[:min(len(message), maxEvent)],
 		"source":         map[string]any{"component": "flanneld", "host": name},
 		"firstTimestamp": now, "lastTimestamp": now, "count": 1,
-	})
-	if err == nil {
-		_, err = r.client.call(ctx, r.timing.request, request{
-			method: "POST", path: "namespaces/" + url.PathEscape(eventNamespace) + "/events",
-			accept: acceptMetadata, content: sendJSON, body: body,
-		})
-	}
+	}, &struct{}{})
 	if err != nil {
 		klog.FromContext(ctx).V(2).Info("no Event was made", "reason", reason, "cause", err.Error())
 	}
