@@ -32,10 +32,10 @@ type nodeCache struct {
 	// problems limits the log lines about Nodes that cannot be read.
 	problems *loglimit.Changes
 	standing standing
-	// store is the store, with the revision up to which the cache has all events.
+	// store is the store, with the revision up to which the cache has all events. It has a Mark while the cache
+	// is lastKnown.
 	store  subnet.StoreID
 	server serverCache
-	mark   mark // of the last known state, while the cache is lastKnown
 	// auditAt is when the last known state with which the cache has begun is compared with the Nodes. It is zero
 	// if there was none, or it was compared. Until then entries may have no uid.
 	auditAt time.Time

@@ -48,14 +48,13 @@ func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
 		}
 	}
 
-	if mark, ok := parseMark(f.Known.Store.Mark); ok {
-		cache.mark = mark
-		cache.standing = lastKnown
-	}
-	cache.store.Mark = ""
 	if f.Own.Key != "" {
 		add(f.Own)
 	}
+	if cache.store.Mark != "" {
+		cache.standing = lastKnown
+	}
+	m.nodes.Store(int64(len(cache.entries)))
 	return cache
 }
 
@@ -76,7 +75,7 @@ func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 	}
 
 	u := c.update(map[string]*subnet.Lease{})
-	u.Store.Mark = mark{own.uid, own.version}.String()
+	u.Store.Mark = mark(own.uid, own.version)
 	sink(u)
 }
 
@@ -84,18 +83,20 @@ func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 // the store has it now. The cache is current after that, or outdated if the state is incomplete, its revision
 // was compacted, or the store is another one.
 func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) error {
-	last := cache.mark
 	name := *m.name.Load()
 	revision := cache.store.Revision
 	own := cache.entries[name]
-	is := own != nil && cache.full() && s.exists && s.uid == last.uid && revision > 0 && s.revision >= revision
+	is := own != nil && cache.full() && s.exists && revision > 0 && s.revision >= revision
 	if is {
-		var err error
-		if is, err = m.hadVersion(ctx, name, last.version, revision); err != nil {
+		version, err := m.versionAt(ctx, name, revision)
+		if err != nil {
 			return err
 		}
+		is = cache.store.Mark == mark(s.uid, version)
+		own.version = version // a later change comes as an event
 	}
 
+	cache.store.Mark = ""
 	if !is {
 		cache.standing = outdated
 		klog.FromContext(ctx).V(1).Info("the last known state cannot be continued, listing all Nodes", "revision", revision)
@@ -103,11 +104,9 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) err
 	}
 
 	own.uid = s.uid
-	own.version = last.version // a later change comes as an event
 	cache.own = name
 	cache.standing = current
 	cache.auditAt = time.Now().Add(m.client.random(m.timing.audit))
-	m.nodes.Store(int64(len(cache.entries)))
 	return nil
 }
 
@@ -124,20 +123,20 @@ func (c *nodeCache) full() bool {
 	return true
 }
 
-// hadVersion reports whether the Node with that name had a version when the store was at revision. It also
-// reports false if the server cannot show that revision any more.
-func (m *Manager) hadVersion(ctx context.Context, name string, version, revision int64) (is bool, err error) {
+// versionAt returns the version that the Node with that name had when the store was at revision, and 0 if there
+// was none, or if the server cannot show that revision any more.
+func (m *Manager) versionAt(ctx context.Context, name string, revision int64) (version int64, err error) {
 	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
 	defer cancel()
 	q := query{name: name, metadata: true, revision: revision, exact: true}
-	_, err = m.client.list(ctx, m.decoder, q, func(n *wire.Node) { is = n.Revision == version })
+	_, err = m.client.list(ctx, m.decoder, q, func(n *wire.Node) { version = n.Revision })
 	if refused(err) {
-		return false, nil
+		return 0, nil
 	}
 	if err != nil {
-		return false, fmt.Errorf("read node %s as it was: %w", name, err)
+		return 0, fmt.Errorf("read node %s as it was: %w", name, err)
 	}
-	return is, nil
+	return version, nil
 }
 
 // refused reports whether err is the answer of a server that cannot show the state at a revision:
@@ -147,21 +146,10 @@ func refused(err error) bool {
 		http.StatusInternalServerError, http.StatusGatewayTimeout)
 }
 
-// mark is what restore needs to recognize the store at the revision of the last known state: the uid of
+// mark returns what restore needs to recognize the store at the revision of the last known state: the uid of
 // this host's Node, and the revision at which that Node changed last. kubelet writes the Node all the time,
 // so it is unlikely that another history of the store has it at that version.
-type mark struct {
-	uid     string
-	version int64
-}
-
-func (m mark) String() string { return fmt.Sprintf("%s %d", m.uid, m.version) }
-
-// parseMark parses the text of a mark. ok is false if the text is not one.
-func parseMark(text string) (m mark, ok bool) {
-	n, err := fmt.Sscanf(text, "%s %d", &m.uid, &m.version)
-	return m, n == 2 && err == nil && m.version > 0
-}
+func mark(uid string, version int64) string { return fmt.Sprintf("%s %d", uid, version) }
 
 // auditPage is the number of Nodes on a page of the list of metadata. The metadata of a Node has
 // some 4 kB.

@@ -52,18 +52,17 @@ func (t *turns) check() error {
 }
 
 // wait waits before the next small request. err is the reason: errBusy, or the error of the last
-// request. known is the number of Nodes in the last known state. wait returns the error of ctx if
-// ctx ends first.
-func (t *turns) wait(ctx context.Context, known int, err error) error {
-	err = wait.For(ctx, max(apiErrorOf(err).retryAfter, t.m.timing.backoffMin)+t.pause(ctx, known, err))
+// request. wait returns the error of ctx if ctx ends first.
+func (t *turns) wait(ctx context.Context, err error) error {
+	err = wait.For(ctx, max(apiErrorOf(err).retryAfter, t.m.timing.backoffMin)+t.pause(ctx, err))
 	t.ended = time.Now()
 	return err
 }
 
 // pause returns how long to wait in addition to the time that the server has requested. It is zero
 // if the number of Nodes is not known and cannot be requested.
-func (t *turns) pause(ctx context.Context, known int, err error) time.Duration {
-	n := max(int(t.m.nodes.Load()), known)
+func (t *turns) pause(ctx context.Context, err error) time.Duration {
+	n := int(t.m.nodes.Load())
 	if n == 0 {
 		if errors.Is(err, context.DeadlineExceeded) {
 			return 0 // the server may hang, and a request for the count would hang too

@@ -71,10 +71,10 @@ func (m *Manager) afterFailure(ctx context.Context, cache *nodeCache, t *turns, 
 		return b.Wait(ctx, m.client.random(time.Duration(len(cache.entries))*m.timing.spread))
 
 	case errors.Is(err, errBusy):
-		return t.wait(ctx, len(cache.entries), err)
+		return t.wait(ctx, err)
 	case cache.standing != current && overloaded(err):
 		m.report(ctx, watching, err)
-		if err := t.wait(ctx, len(cache.entries), err); err != nil {
+		if err := t.wait(ctx, err); err != nil {
 			return err
 		}
 		return b.Wait(ctx, 0)
