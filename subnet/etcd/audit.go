@@ -78,7 +78,6 @@ func (m *Manager) audit(ctx context.Context, cache *leaseCache, sink func(subnet
 		m.cfg.OnRepaired(len(wrong))
 	}
 	cache.entries = right
-	cache.byAge = nil
 	sink(cache.update(m.self.Load(), nil))
 }
 

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"maps"
-	"slices"
 
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -28,7 +27,7 @@ const (
 // store. It returns unknown if they cannot be compared, because the revision was compacted or leases are missing in
 // the state. In all other cases it returns another.
 func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leaseCache, now int64, is comparison, err error) {
-	found, present, is, err := m.compareAt(ctx, k.store.Revision, k.mark, k.own)
+	found, present, is, err := m.compareAt(ctx, k.store.Revision, k.count, k.entries, k.own)
 	switch {
 	case is != same:
 		return nil, 0, is, err
@@ -44,21 +43,21 @@ func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leas
 	return cache, present.Revision, same, nil
 }
 
-// compareAt compares the store as it was at a revision with a mark. found has the entries at that revision with
-// the key of the mark and the given keys, of which it ignores empty ones, and present is the store as it is now.
-// The result is unknown if the revision was compacted, and another if the mark is not that of the store, or the
-// store has not come to that revision.
-func (m *Manager) compareAt(ctx context.Context, revision int64, was mark, keys ...string) (found map[string]*entry, present subnet.StoreID, is comparison, err error) {
+// compareAt compares the store as it was at a revision with the number of leases and the newest one of known.
+// Another history of the store is unlikely to have that one, because ids of etcd leases are random. found has
+// the entries at that revision with the key of the newest one and with own, unless that is empty. present is the
+// store as it is now. The result is unknown if the revision was compacted, and another if the store was
+// different, or has not come to that revision.
+func (m *Manager) compareAt(ctx context.Context, revision, count int64, known map[string]*entry, own string) (found map[string]*entry, present subnet.StoreID, is comparison, err error) {
 	at := clientv3.WithRev(revision)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
-	keys = append(keys, was.key)
-	slices.Sort(keys)
-	for _, key := range slices.Compact(keys) {
-		if key != "" {
-			// The request reads the value too, because etcd 3.7 omits the etcd lease if only the key is
-			// read.
-			ops = append(ops, clientv3.OpGet(m.dir+key, at))
-		}
+	// The requests read the values too, because etcd 3.7 omits the etcd lease if only the key is read.
+	last := newest(known)
+	if last != nil {
+		ops = append(ops, clientv3.OpGet(m.dir+last.key, at))
+	}
+	if own != "" {
+		ops = append(ops, clientv3.OpGet(m.dir+own, at))
 	}
 
 	resp, err := m.txn(ctx, nil, ops...)
@@ -80,8 +79,7 @@ func (m *Manager) compareAt(ctx context.Context, revision int64, was mark, keys 
 	}
 
 	is = another
-	newest := found[was.key]
-	if resp.Responses[0].GetResponseRange().Count == was.count && (was.key == "" || newest != nil && newest.is(was.revision, was.lease)) {
+	if resp.Responses[0].GetResponseRange().Count == count && (last == nil || found[last.key] != nil && found[last.key].is(last.modRevision, last.leaseID)) {
 		is = same
 	}
 	return found, storeID(resp.Header), is, nil

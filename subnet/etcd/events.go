@@ -45,7 +45,7 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 			changed[e.key] = nil
 		default:
 			m.logUndecodable(ctx, cache.entries[e.key], e)
-			cache.written(e)
+			cache.entries[e.key] = e
 			if e.err == nil {
 				changed[e.key] = &e.lease
 			}

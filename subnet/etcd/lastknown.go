@@ -3,8 +3,9 @@
 package etcd
 
 import (
-	"fmt"
 	"slices"
+	"strconv"
+	"strings"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
@@ -19,7 +20,7 @@ type lastKnown struct {
 	own     string            // key of this host's lease; empty: none
 	created int64             // revision at which this host's lease was created
 	entries map[string]*entry // of other nodes, by key, without values
-	mark
+	count   int64             // number of all keys of leases in the store
 }
 
 // newLastKnown returns the last known state in cfg, or nil if it cannot be used because it has no
@@ -27,8 +28,9 @@ type lastKnown struct {
 // earlier versions, or this host's lease among the peers.
 func newLastKnown(cfg Config) *lastKnown {
 	k := &lastKnown{store: cfg.Known.Store, own: cfg.Own.Key, created: int64(cfg.Own.Order), entries: make(map[string]*entry, len(cfg.Known.Peers))}
-	var ok bool
-	if k.mark, ok = parseMark(cfg.Known.Store.Mark); !ok || k.store.Revision < 1 {
+	count, _, _ := strings.Cut(k.store.Mark, " ") // earlier versions have more in it
+	var err error
+	if k.count, err = strconv.ParseInt(count, 10, 64); err != nil || k.store.Revision < 1 {
 		return nil
 	}
 
@@ -59,31 +61,4 @@ func (k *lastKnown) survivesIn(l listing) bool {
 		known := k.entries[e.key]
 		return known != nil && known.createRevision == e.createRevision || e.key == k.own && e.createRevision == k.created
 	})
-}
-
-// mark is what restore needs to recognize the store at a revision. Another history of the store is
-// unlikely to have the same mark, because ids of etcd leases are random.
-type mark struct {
-	count int64 // number of all keys of leases in the store
-
-	// The key that was written last, with the revision of that write and its etcd lease. It is empty if the
-	// store has no leases and no reservations.
-	key      string
-	revision int64
-	lease    clientv3.LeaseID
-}
-
-// String returns the text of the mark, from which parseMark makes it again.
-func (w mark) String() string {
-	if w.key == "" {
-		return "0"
-	}
-	return fmt.Sprintf("%d %d %x %s", w.count, w.revision, int64(w.lease), w.key)
-}
-
-func parseMark(text string) (w mark, ok bool) {
-	var id uint64
-	_, _ = fmt.Sscanf(text, "%d %d %x %s", &w.count, &w.revision, &id, &w.key) // String finds any failure
-	w.lease = clientv3.LeaseID(id)
-	return w, w.String() == text && (w == mark{} || w.count > 0 && w.revision > 0)
 }

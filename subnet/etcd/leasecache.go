@@ -3,9 +3,8 @@
 package etcd
 
 import (
-	"cmp"
-	"maps"
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/flanneld/flanneld/subnet"
@@ -18,9 +17,6 @@ type leaseCache struct {
 	configRevision int64             // revision up to which the configuration is known
 	stale          bool              // the leases must be listed before the next watch
 	another        bool              // the store is another one than that of the former cache, even if both have the same id
-	// byAge has all entries, sorted by the revision of their last write, and some entries that the
-	// cache does not have any more. It is nil if newestEntry has to sort them again.
-	byAge []*entry
 	// auditAt is when to audit a cache that was restored from the last known state. It is zero if all entries were
 	// read in this run, or an audit has compared them.
 	auditAt time.Time
@@ -29,32 +25,14 @@ type leaseCache struct {
 
 func (c *leaseCache) count() int64 { return int64(len(c.entries)) }
 
-// spareAges limits byAge: it may have at most this many entries more than twice the number of
-// leases.
-const spareAges = 100
-
-// written adds an entry that was just written, and so is the newest one.
-func (c *leaseCache) written(e *entry) {
-	c.entries[e.key] = e
-	if c.byAge != nil {
-		c.byAge = append(c.byAge, e)
-	}
-}
-
-// newestEntry returns the entry that was written last, or nil if there is none. After a lease is gone, it does not look at all entries: with 10,000 leases that would take as
-// long as all else that a change takes.
-func (c *leaseCache) newestEntry() *entry {
-	if c.byAge == nil || len(c.byAge) > 2*len(c.entries)+spareAges {
-		c.byAge = slices.SortedFunc(maps.Values(c.entries), func(x, y *entry) int { return cmp.Compare(x.modRevision, y.modRevision) })
-	}
-
-	for i, e := range slices.Backward(c.byAge) {
-		if c.entries[e.key] == e {
-			return e
+// newest returns the entry that was written last, or nil if there is none.
+func newest(entries map[string]*entry) (last *entry) {
+	for _, e := range entries {
+		if last == nil || e.modRevision > last.modRevision {
+			last = e
 		}
-		c.byAge = c.byAge[:i]
 	}
-	return nil
+	return last
 }
 
 // mayPrecede reports whether the cache may be an earlier state of the store that has the leases l.
@@ -76,7 +54,7 @@ func (c *leaseCache) unreadable(key string) bool {
 	return e != nil && e.err != nil
 }
 
-// update returns the update to publish, and computes its mark. changed has the leases that have
+// update returns the update to publish. Its mark is the number of leases. changed has the leases that have
 // changed, nil for one that is gone; a nil map means that any lease may have changed. The update
 // contains no leases of own.
 func (c *leaseCache) update(own *self, changed map[string]*subnet.Lease) subnet.Update {
@@ -86,10 +64,7 @@ func (c *leaseCache) update(own *self, changed map[string]*subnet.Lease) subnet.
 			changed[key] = nil
 		}
 	}
-	c.store.Mark = ""
-	if w := c.mark(); !c.unreadable(w.key) { // the state file contains no unreadable lease, so with one the next start must list all anyway
-		c.store.Mark = w.String()
-	}
+	c.store.Mark = strconv.FormatInt(c.count(), 10)
 	return subnet.Update{Store: c.store, Changed: changed, Grace: c.grace, Snapshot: func() subnet.Snapshot { return c.snapshot(own) }}
 }
 
@@ -105,13 +80,4 @@ func (c *leaseCache) snapshot(own *self) subnet.Snapshot {
 		}
 	}
 	return s
-}
-
-// mark returns the mark of the store at the revision of the cache.
-func (c *leaseCache) mark() mark {
-	newest := c.newestEntry()
-	if newest == nil {
-		return mark{}
-	}
-	return mark{c.count(), newest.key, newest.modRevision, newest.leaseID}
 }

@@ -131,6 +131,6 @@ func (m *Manager) compare(ctx context.Context, cache *leaseCache) (comparison, e
 		return unknown, err
 	}
 
-	_, _, is, err := m.compareAt(ctx, cache.store.Revision, cache.mark())
+	_, _, is, err := m.compareAt(ctx, cache.store.Revision, cache.count(), cache.entries, "")
 	return is, err
 }
