@@ -44,11 +44,6 @@ func (c *leaseCache) mayPrecede(l listing) bool {
 	})
 }
 
-// follows reports whether the cache is of the same store as old, at the same revision or a later one.
-func (c *leaseCache) follows(old leaseCache) bool {
-	return !c.another && c.store.ID == old.store.ID && c.store.Revision >= old.store.Revision
-}
-
 func (c *leaseCache) unreadable(key string) bool {
 	e := c.entries[key]
 	return e != nil && e.err != nil

@@ -97,7 +97,7 @@ func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink
 	if l.restored {
 		cache.auditAt = m.firstAudit()
 	}
-	if old.store.ID != "" && !cache.follows(old) {
+	if old.store.ID != "" && (cache.another || cache.store.ID != old.store.ID) {
 		was := subnet.StoreID{ID: old.store.ID, Revision: old.store.Revision}
 		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", was, "is", cache.store)
 	}
