@@ -119,7 +119,10 @@ func (m *Manager) report(ctx context.Context, activity string, err error) {
 	m.outage.Report(ctx, activity, err)
 }
 
-// backoff returns pauses that begin anew after a long watch.
+// calm is the time without a pause after which the pauses begin anew, as after a long watch. It is longer than
+// the deadline of any request: the pauses between requests to a store that hangs must grow.
+const calm = time.Minute
+
 func (m *Manager) backoff() *wait.Backoff {
-	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5, Forget: m.timing.backoff}
+	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5, Forget: calm}
 }

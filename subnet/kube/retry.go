@@ -5,6 +5,7 @@ package kube
 import (
 	"context"
 	"errors"
+	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
 )
@@ -44,8 +45,10 @@ func (m *Manager) retry(ctx context.Context, f func() error) error {
 	}
 }
 
-// backoff returns pauses that begin anew after a long watch. A watch that a server ends at once counts like
-// one that it refuses.
+// calm is the time without a pause after which the pauses begin anew, as after a long watch. It is longer than
+// the deadline of any request: the pauses between requests to a server that hangs must grow.
+const calm = time.Minute
+
 func (m *Manager) backoff() *wait.Backoff {
-	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: m.timing.vary, Forget: m.timing.backoff}
+	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: m.timing.vary, Forget: calm}
 }
