@@ -112,6 +112,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	}
 
 	contradicted := l.contradictedBy(s.Leases)
+	contradictedSince := l.contradictedBy(slices.DeleteFunc(slices.Clone(s.Leases), func(lease *Lease) bool { return l.peers[lease.Key].Lease == lease }))
 	for key, peer := range l.peers {
 		if _, current := peers[key]; current {
 			continue
@@ -123,7 +124,11 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 		} else if latest := now.Add(TTL); !before || h.until.After(latest) { // the clock may have been set back
 			h.until = latest
 		}
-		if now.Before(h.until) && !contradicted(peer.Lease) {
+		by := contradicted
+		if h.grace { // the store had the lease beside those that are as before
+			by = contradictedSince
+		}
+		if now.Before(h.until) && !by(peer.Lease) {
 			peers[key] = peer.detached()
 			held[key] = h
 		}
@@ -139,11 +144,16 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 // removed because a change contradicts them. If changes alone are not sufficient, Follow changes
 // nothing and ok is false: the caller must apply the whole snapshot.
 func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
-	if !l.synced || u.Changed == nil || now.Before(u.Grace) || u.Store.ID != l.store.ID || u.Store.Revision < l.store.Revision {
+	if !l.synced || u.Changed == nil || u.Store.ID != l.store.ID || u.Store.Revision < l.store.Revision {
 		return nil, false
 	}
 
 	l.store = u.Store
+	for key, lease := range u.Changed {
+		if _, held := l.held[key]; lease == nil && !held && l.peers[key].Lease != nil && now.Before(u.Grace) {
+			l.held[key] = hold{u.Grace, true}
+		}
+	}
 
 	// Unchanged leases contradict no held peer: Apply or an earlier call of Follow has compared them.
 	contradicted := l.contradictedBy(slices.DeleteFunc(slices.Collect(maps.Values(u.Changed)), func(c *Lease) bool { return c == nil }))

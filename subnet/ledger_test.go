@@ -395,9 +395,10 @@ func TestLedgerFollows(t *testing.T) {
 					broken[key] = true
 					u.Undecodable = append(u.Undecodable, key)
 				case former[key] != nil && rnd.IntN(3) == 0: // its host writes the same lease again
-					all[key] = former[key]
+					l := *former[key]
+					all[key] = &l
 					delete(broken, key)
-					u.Changed[key] = former[key]
+					u.Changed[key] = &l
 				default:
 					l := randomLease(rnd, key, step)
 					all[key] = &l
