@@ -48,7 +48,9 @@ func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leas
 // the entries at that revision with the key of the newest one and with own, unless that is empty. present is the
 // store as it is now. The result is unknown if the revision was compacted, and another if the store was
 // different, or has not come to that revision.
-func (m *Manager) compareAt(ctx context.Context, revision, count int64, known map[string]*entry, own string) (found map[string]*entry, present subnet.StoreID, is comparison, err error) {
+func (m *Manager) compareAt(
+	ctx context.Context, revision, count int64, known map[string]*entry, own string,
+) (found map[string]*entry, present subnet.StoreID, is comparison, err error) {
 	at := clientv3.WithRev(revision)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
 	// The requests read the values too, because etcd 3.7 omits the etcd lease if only the key is read.
@@ -79,7 +81,8 @@ func (m *Manager) compareAt(ctx context.Context, revision, count int64, known ma
 	}
 
 	is = another
-	if resp.Responses[0].GetResponseRange().Count == count && (last == nil || found[last.key] != nil && found[last.key].is(last.modRevision, last.leaseID)) {
+	has := last == nil || found[last.key] != nil && found[last.key].is(last.modRevision, last.leaseID)
+	if has && resp.Responses[0].GetResponseRange().Count == count {
 		is = same
 	}
 	return found, storeID(resp.Header), is, nil
