@@ -186,7 +186,7 @@ func TestSteps(t *testing.T) {
 				now := *s.begin.Load()
 				now.Config.Stage = tt.stage
 				s.begin.Store(&now)
-				n.config.gaveUp = tt.fails
+				n.config.failed.final = tt.fails
 				reclaim := wait.NewSignal()
 				s.reclaim = reclaim
 				if tt.asks {

@@ -3,6 +3,7 @@
 package network
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -29,37 +30,51 @@ type configWatch struct {
 
 	mu      sync.Mutex
 	used    *subnet.Config // nil before the first one
-	state   storedState
-	stored  subnet.Config  // while state is valid
-	gaveUp  bool           // the last valid configuration was tried and did not start: another attempt would disturb the traffic again
-	refused string         // why the configuration in the store cannot be used; "" if it can
+	stored  reading
+	failed  failure        // of the last valid configuration in the store
 	warned  []string       // the warnings that were logged last
 	changed wait.Broadcast // sent when the result of next may change
 }
 
-// storedState is the state of the configuration in the store.
-//
-// Each text in the store leads to missing, invalid or valid. A valid configuration may be in use, or wanted, or refused
-// for now, or given up: see configWatch.
-type storedState int
+// reading is what the store has: a configuration, or why it has none that a network could use. It is zero before the
+// first one.
+type reading struct {
+	config *subnet.Config
+	unfit  string // "" if config is set
+}
 
-const (
-	unknown storedState = iota
-	missing             // the store has none
-	invalid             // it cannot be read, or no network could use it
-	valid
-)
+// gone is the reading of a store that has no configuration.
+const gone = "there is no configuration any more"
+
+// failure is why the network cannot change to a valid configuration. It is zero if that was not tried.
+type failure struct {
+	why   string // "" again when the network uses the configuration
+	final bool   // it did not start: another attempt would disturb the traffic again
+}
 
 func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, error), warn func(reason, message string)) *configWatch {
 	return &configWatch{follow: follow, validate: validate, warn: warn}
+}
+
+// set changes used or stored, and wakes those who wait for next. If the network then uses what the store has, there is no
+// reason why it cannot. The caller holds w.mu.
+func (w *configWatch) set(change func()) {
+	before := w.differs()
+	change()
+	now := w.differs()
+	if w.stored.config != nil && len(now) == 0 {
+		w.failed.why = ""
+	}
+	if !slices.Equal(before, now) {
+		w.changed.Send()
+	}
 }
 
 // use records the configuration that the network uses from now on.
 func (w *configWatch) use(cfg subnet.Config) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	defer w.settle(w.differs())
-	w.used = &cfg
+	w.set(func() { w.used = &cfg })
 }
 
 // next returns the configuration that the network should use instead of the present one, and a channel
@@ -67,30 +82,18 @@ func (w *configWatch) use(cfg subnet.Config) {
 func (w *configWatch) next() (cfg *subnet.Config, changed <-chan struct{}) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if !w.gaveUp && len(w.differs()) > 0 {
-		cfg = new(w.used.Toward(w.stored))
+	if !w.failed.final && len(w.differs()) > 0 {
+		cfg = new(w.used.Toward(*w.stored.config))
 	}
 	return cfg, w.changed.Changed()
 }
 
 // differs returns the changes from the configuration in use to the one in the store. The caller holds w.mu.
 func (w *configWatch) differs() []string {
-	if w.used == nil || w.state != valid {
+	if w.used == nil || w.stored.config == nil {
 		return nil
 	}
-	return subnet.Changes(w.used.Goal(), w.stored)
-}
-
-// settle must follow every change of used, state or stored. before is the result of differs before that change. The
-// caller holds w.mu.
-func (w *configWatch) settle(before []string) {
-	now := w.differs()
-	if w.state == valid && len(now) == 0 {
-		w.refused = ""
-	}
-	if !slices.Equal(before, now) {
-		w.changed.Send()
-	}
+	return subnet.Changes(w.used.Goal(), *w.stored.config)
 }
 
 // restartNeeded returns how the configuration in the store differs from the one in use, or why it cannot
@@ -100,68 +103,57 @@ func (w *configWatch) restartNeeded() string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	switch {
-	case w.state == missing:
-		return "there is no configuration any more"
+	case w.stored.unfit == gone:
+		return gone
 	case w.follow:
 		return ""
-	case w.refused != "":
-		return w.refused
 	}
-	return oneline.List(w.differs(), ", ")
+	return cmp.Or(w.unusable(), oneline.List(w.differs(), ", "))
 }
 
 // refusal returns why the configuration in the store cannot be used, or "" if it can.
 func (w *configWatch) refusal() string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.refused
+	return w.unusable()
+}
+
+// unusable is refusal for a caller that holds w.mu.
+func (w *configWatch) unusable() string {
+	if w.stored.unfit == gone {
+		return ""
+	}
+	return cmp.Or(w.stored.unfit, w.failed.why)
 }
 
 // apply records and logs a change of the configuration in the store. text is nil if there is none. Only
 // one goroutine at a time may call apply.
 func (w *configWatch) apply(ctx context.Context, text []byte) {
-	var cfg subnet.Config
-	var err error
+	now := reading{unfit: gone}
 	if text != nil {
-		cfg, err = w.validate(text)
-	}
-	if err == nil && text != nil {
-		w.logWarnings(ctx, cfg.Warnings)
+		now = w.read(ctx, text)
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	log := klog.FromContext(ctx)
-	was := w.state
-	before := w.differs()
-	differed := w.refused != "" || len(before) > 0
-	news := text != nil && err == nil && !w.stores(cfg)
-
-	switch {
-	case text == nil:
-		w.state = missing
-		w.refused = ""
-	case err != nil:
-		w.state = invalid
-	case news:
-		w.state = valid
-		w.gaveUp = false
-		w.refused = ""
-		w.stored = cfg
-		w.changed.Send() // settle may not, because the result of differs hides values
-	default:
-		w.stored = cfg
+	was := w.stored
+	refused := w.unusable()
+	differed := refused != "" || len(w.differs()) > 0
+	news := now.config != nil && !w.stores(*now.config)
+	w.set(func() { w.stored = now })
+	if news {
+		w.failed = failure{}
+		w.changed.Send() // set may not, because the result of differs hides values
 	}
-	w.settle(before)
 
 	differs := w.differs()
 	switch {
-	case w.state == missing && was != missing:
-		log.Error(nil, "the network configuration cannot be used any more: flanneld goes on with the one that it has, but could not start again", "reason", "there is no configuration any more")
-	case w.state == missing:
-	case err != nil:
-		w.logRefusal(ctx, err)
+	case now.unfit == gone && was.unfit != gone:
+		log.Error(nil, "the network configuration cannot be used any more: flanneld goes on with the one that it has, but could not start again", "reason", gone)
+	case now.unfit != "":
+		w.logRefusal(ctx, refused)
 	case len(differs) == 0:
-		if was == missing || differed {
+		if was.unfit == gone || differed {
 			log.Info("the network configuration is again the one in use")
 		}
 
@@ -173,18 +165,40 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 	}
 }
 
+// read returns the reading of a text, and logs its warnings.
+func (w *configWatch) read(ctx context.Context, text []byte) reading {
+	cfg, err := w.validate(text)
+	if err != nil {
+		return reading{unfit: oneline.Text(err)}
+	}
+	w.logWarnings(ctx, cfg.Warnings)
+	return reading{config: &cfg}
+}
+
 // refuse records why the network cannot change to cfg. It has no effect if the store has another
 // configuration by now. It logs only the first reason for cfg, because the text of a reason may
 // contain addresses that change all the time.
 func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) {
+	w.fail(ctx, cfg, failure{oneline.Text(why), false})
+}
+
+// giveUp records and logs why the network cannot use cfg, whose backend has not started. After that next
+// does not return cfg, because another attempt would disturb the traffic again. giveUp has no effect if
+// the store has another configuration by now.
+func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) {
+	w.fail(ctx, cfg, failure{oneline.Text(why), true})
+}
+
+func (w *configWatch) fail(ctx context.Context, cfg subnet.Config, f failure) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	switch {
-	case !w.stores(cfg):
-	case w.refused != "":
-		w.refused = oneline.Text(why)
-	default:
-		w.logRefusal(ctx, why)
+	if !w.stores(cfg) {
+		return
+	}
+	refused := w.unusable()
+	w.failed = f
+	if refused == "" || f.final {
+		w.logRefusal(ctx, refused)
 	}
 }
 
@@ -192,64 +206,46 @@ func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) 
 // which the store had at the start. It has no effect if the store has another configuration by now.
 func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why error) {
 	w.mu.Lock()
-	if before := w.differs(); w.state == unknown {
-		w.state = valid
-		w.stored = cfg
-		w.settle(before)
+	if w.stored == (reading{}) {
+		w.set(func() { w.stored.config = &cfg })
 	}
 	w.mu.Unlock()
 
-	if w.follow {
-		w.refuse(ctx, cfg, why)
-	} else {
-		w.giveUp(ctx, cfg, why) // there is no other attempt, and no reason to exit either
-	}
-}
-
-// giveUp records and logs why the network cannot use cfg, whose backend has not started. After that next
-// does not return cfg, because another attempt would disturb the traffic again. giveUp has no effect if
-// the store has another configuration by now.
-func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.stores(cfg) {
-		w.gaveUp = true
-		w.logRefusal(ctx, why)
-	}
+	// Without follow there is no other attempt, and no reason to exit either.
+	w.fail(ctx, cfg, failure{oneline.Text(why), !w.follow})
 }
 
 // stores reports whether the store has cfg, or cfg is a step toward what it has. The caller holds w.mu.
 func (w *configWatch) stores(cfg subnet.Config) bool {
-	return w.state == valid && (len(subnet.Changes(w.stored, cfg.Goal())) == 0 ||
-		w.used != nil && len(subnet.Changes(w.used.Toward(w.stored), cfg)) == 0)
+	stored := w.stored.config
+	return stored != nil && (len(subnet.Changes(*stored, cfg.Goal())) == 0 ||
+		w.used != nil && len(subnet.Changes(w.used.Toward(*stored), cfg)) == 0)
 }
 
-// hasGivenUp reports whether the configuration in the store, or a step toward it, was tried and did not start.
+// hasGivenUp reports whether the last valid configuration in the store, or a step toward it, was tried and did not start.
 func (w *configWatch) hasGivenUp() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.gaveUp
+	return w.failed.final
 }
 
 // recordRefusal records why the configuration in the store cannot be used. The caller has logged it.
 func (w *configWatch) recordRefusal(why error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	defer w.settle(w.differs())
-	w.state = invalid
-	w.refused = oneline.Text(why)
+	w.set(func() { w.stored = reading{unfit: oneline.Text(why)} })
 }
 
-// logRefusal records and logs a reason, and warns operators of it, unless the reason is the present one.
-// The caller holds w.mu.
-func (w *configWatch) logRefusal(ctx context.Context, why error) {
-	if w.refused == oneline.Text(why) {
+// logRefusal logs why the configuration in the store cannot be used, and warns operators of it, unless the reason is the one
+// before. The caller holds w.mu.
+func (w *configWatch) logRefusal(ctx context.Context, before string) {
+	now := w.unusable()
+	if now == before {
 		return
 	}
-	w.refused = oneline.Text(why)
-	klog.FromContext(ctx).Error(nil, "the network configuration cannot be used: flanneld goes on with the one that it has", "reason", w.refused)
+	klog.FromContext(ctx).Error(nil, "the network configuration cannot be used: flanneld goes on with the one that it has", "reason", now)
 	if w.warn != nil {
-		w.warn("FlannelConfigRejected", w.refused)
+		w.warn("FlannelConfigRejected", now)
 	}
 }
 

@@ -298,6 +298,30 @@ func TestConfigWatchEndOfMigration(t *testing.T) {
 	}
 }
 
+// TestConfigWatchRefusesAStep refuses a step toward the configuration in the store, which does not differ from the last
+// one of the steps. The reason must be known until the network uses the step.
+func TestConfigWatchRefusesAStep(t *testing.T) {
+	for name, refuse := range map[string]func(*configWatch, context.Context, subnet.Config, error){
+		"for now": (*configWatch).refuse, "for good": (*configWatch).giveUp,
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newConfigWatch(true, subnet.ParseConfig, nil)
+			w.use(parseConfig(t, `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"},"NextBackend":{"Type":"host-gw"}}`))
+			w.apply(t.Context(), []byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"host-gw"}}`))
+			next, _ := w.next()
+			w.use(*next)
+			refuse(w, t.Context(), next.Step(), errors.New("busy"))
+			if got := w.refusal(); got != "busy" {
+				t.Errorf("the refusal is %q, want the reason", got)
+			}
+			w.use(next.Step())
+			if got := w.refusal(); got != "" {
+				t.Errorf("the refusal is %q after the step", got)
+			}
+		})
+	}
+}
+
 // TestConfigWatchStates goes ways through the states of the configuration in the store. Each step has what the
 // watch says after it, beginning with the line that it logs: the configuration that the network should use next
 // (here 6 is 10.6.0.0/16), why a restart is needed, why the configuration is refused, whether it failed, and
