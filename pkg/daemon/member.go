@@ -47,7 +47,6 @@ type member struct {
 	used    subnet.Config      // the last one that the network has used; only if claimed is not empty
 	seen    subnet.Observation // last recorded observation; zero if there is none
 	net     *network.Network   // while it is served
-	given   []byte             // the last configuration that net was given; nil after a refusal, and if it began with used
 	last    *network.Network   // the last one that was served, when that has ended; nil while net is set, and since a removal began
 }
 
@@ -109,7 +108,6 @@ func (m *member) offer(text []byte) {
 	if recalled := m.promised != nil && !m.listed; recalled && text != nil {
 		if cfg, _, err := m.validate(); err == nil && len(subnet.Changes(m.config.Goal(), cfg)) == 0 {
 			m.config = cfg // equal, but with its warnings
-			m.given = text
 			return
 		}
 	}
@@ -274,9 +272,7 @@ func (m *member) begin(n *network.Network) bool {
 	if !m.serves() {
 		return false
 	}
-	m.given = nil
 	if p := m.promised; p != nil {
-		m.given = m.text
 		m.used = m.config
 		if !slices.ContainsFunc(m.claimed, func(c claims) bool { return reflect.DeepEqual(c, *p) }) {
 			m.claimed = slices.Insert(m.claimed, 0, *p)
@@ -294,23 +290,10 @@ func (m *member) pass(ctx context.Context, n *network.Network) bool {
 	if m.refused != nil {
 		n.Refuse(m.refused)
 	}
-	if text := m.give(); text != nil {
-		n.Configure(ctx, text)
+	if m.promised != nil && m.text != nil { // a recalled configuration has no text
+		n.Configure(ctx, m.text)
 	}
 	return m.serves()
-}
-
-// give returns the configuration that the network should change to, or nil if it has that already or none was admitted.
-// The caller gives it to the network, and holds m.mu.
-func (m *member) give() []byte {
-	if m.refused != nil {
-		m.given = nil // so that the network hears of the former configuration when that is in the store again
-	}
-	if m.promised == nil || bytes.Equal(m.text, m.given) {
-		return nil
-	}
-	m.given = m.text
-	return m.given
 }
 
 func (m *member) closed(n *network.Network) {
