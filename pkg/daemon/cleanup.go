@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -75,10 +74,8 @@ func (c Cleanup) Run(ctx context.Context) error {
 		all = append(all, last)
 	}
 
-	traces := c.traces(all)
-
 	// Files are removed last, because another attempt needs them.
-	if err := oneline.Join(c.kernel(ctx, all), c.rules(ctx, traces.FormerNetworks(subnet.Config{}))); err != nil {
+	if err := oneline.Join(c.kernel(ctx, all), c.rules(ctx, all)); err != nil {
 		return err
 	}
 
@@ -98,20 +95,6 @@ func (c Cleanup) blind() error {
 	}
 	fmt.Fprintf(c.Out, "there are no state files in %s and no subnet file: nothing of flanneld is known to be left\n", c.StateDir)
 	return nil
-}
-
-// traces returns one state with the configurations of all state files as Former, and with the networks of
-// their Rules and of the subnet files.
-func (c Cleanup) traces(all []lastknown.State) lastknown.State {
-	sum := lastknown.State{}
-	for _, file := range c.subnetFiles(all) {
-		sum.Rules = append(sum.Rules, subnetfile.Networks(file)...)
-	}
-	for _, last := range all {
-		sum.Rules = append(sum.Rules, last.Rules...)
-		sum.Former = append(sum.Former, last.All()...)
-	}
-	return sum
 }
 
 func (c Cleanup) subnetFiles(all []lastknown.State) []string {
@@ -139,8 +122,18 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 		errs = append(errs, err, c.leftovers(ctx, done.Leftovers))
 	}
 
+	var owned []ownership.Objects
+	for _, last := range all {
+		for _, f := range last.All() {
+			be, _, err := c.Backends.New(backend.Env{Network: last.Name, Underlay: f.Interface, Config: f.Config, StateDir: c.StateDir})
+			if err == nil { // otherwise this version does not know the backend
+				owned = append(owned, ownership.Of(be))
+			}
+		}
+	}
+
 	told := map[string]bool{} // several configurations may own an object
-	for _, of := range c.owned(all) {
+	for _, of := range owned {
 		nothing := dataplane.Scope{} // no daemon goes on to use the objects
 		ops, err := dataplane.PlanRetire(ctx, kernel, of.Scope, nothing)
 		errs = append(errs, err)
@@ -161,16 +154,6 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 	return oneline.Join(errs...)
 }
 
-func (c Cleanup) owned(all []lastknown.State) (owned []ownership.Objects) {
-	for _, last := range all {
-		for _, f := range last.All() {
-			env := backend.Env{Network: last.Name, Underlay: f.Interface, Config: f.Config, StateDir: c.StateDir}
-			owned = append(owned, ownership.In(env, c.Backends.Registry))
-		}
-	}
-	return owned
-}
-
 func (c Cleanup) leftovers(ctx context.Context, all []backend.Leftover) error {
 	var errs []error
 	for _, r := range all {
@@ -186,14 +169,22 @@ func (c Cleanup) leftovers(ctx context.Context, all []backend.Leftover) error {
 	return oneline.Join(errs...)
 }
 
-func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
-	if len(networks) == 0 {
-		return nil
+// rules removes the traffic rules for the networks in the state files and in the subnet files.
+func (c Cleanup) rules(ctx context.Context, all []lastknown.State) error {
+	var sum lastknown.State
+	for _, file := range c.subnetFiles(all) {
+		sum.Rules = append(sum.Rules, subnetfile.Networks(file)...)
 	}
+	for _, last := range all {
+		sum.Rules = append(sum.Rules, last.Rules...)
+		sum.Former = append(sum.Former, last.All()...)
+	}
+
+	networks := sum.FormerNetworks(subnet.Config{})
 	for _, n := range networks {
 		c.tell(fmt.Sprintf("traffic rules of %s, if there are any", n))
 	}
-	if !c.Yes {
+	if !c.Yes || len(networks) == 0 {
 		return nil
 	}
 	return keeper.NewHost().Remove(ctx, networks)
