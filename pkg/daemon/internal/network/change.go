@@ -43,21 +43,11 @@ func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan 
 	var due <-chan time.Time // receives when changed data is to be published; nil never receives
 	failed := false          // the last republish has failed; only the first failure is logged
 
-	withdrawn := s.begin.Load().Config.Stage == subnet.Withdrawn // and the time of that stage has not begun
-	var step <-chan time.Time                                    // receives when that time ends; nil never receives
-	stepping := false                                            // this host may make the next step toward the configuration in the store
+	withdrawn := n.last().Config.Stage == subnet.Withdrawn // and the time of that stage has not begun
+	var step <-chan time.Time                              // receives when that time ends; nil never receives
+	stepping := false                                      // see wanted
 	for ctx.Err() == nil {
-		cfg, changed := n.config.next()
-		if !n.config.follow {
-			cfg = nil
-		}
-		if now := s.begin.Load().Config; cfg != nil {
-			last, _ := n.state.Get()
-			cfg = new(last.Withdrawn(*cfg))
-		} else if stepping && now.Stage != "" && !n.config.hasGivenUp() {
-			cfg = new(now.Step())
-		}
-
+		cfg, changed := n.wanted(stepping)
 		var again <-chan time.Time // nil never receives
 		if cfg != nil {
 			next, err := n.prepareUnless(ctx, changed, s, *cfg, published)
@@ -99,7 +89,7 @@ func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan 
 			stepping = true
 
 		case <-s.reclaim:
-			if next := n.prepareClaim(ctx, s); next != nil {
+			if next := n.prepareClaim(ctx); next != nil {
 				return next, nil
 			}
 			stepping = true
@@ -125,14 +115,29 @@ func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan 
 	return nil, ctx.Err()
 }
 
+// wanted returns the configuration that the network should change to, and a channel that is closed when the result may have
+// changed. cfg is nil if there is no such configuration. step is set if the host may make the next step toward the
+// configuration in the store.
+func (n *Network) wanted(step bool) (cfg *subnet.Config, changed <-chan struct{}) {
+	now := n.last()
+	cfg, changed = n.config.next()
+	switch {
+	case cfg != nil && n.config.follow:
+		return new(now.Withdrawn(*cfg)), changed
+	case step && now.Config.Stage != "" && !n.config.hasGivenUp():
+		return new(now.Config.Step()), changed
+	}
+	return nil, changed
+}
+
 // withdrawal is how long a host that has withdrawn the data of its next backend waits before it starts a changed one.
 // Until then its peers must have read that, or their packets to a device that changes are lost.
 const withdrawal = 30 * time.Second
 
 // prepareClaim returns a change to the same configuration with another claim. It returns nil if the
 // claim is the same, or if it fails, which it logs.
-func (n *Network) prepareClaim(ctx context.Context, s *session) *change {
-	now := *s.begin.Load()
+func (n *Network) prepareClaim(ctx context.Context) *change {
+	now := n.last()
 	c := &change{config: now.Config, same: true, iface: now.Interface}
 	var err error
 	if c.be, _, err = n.catalog.New(n.env(c.iface, c.config)); err == nil {
@@ -169,10 +174,10 @@ func (n *Network) prepareUnless(ctx context.Context, changed <-chan struct{}, s 
 	if err == nil {
 		return c, nil
 	}
-	n.releaseDevices(c, s)
+	n.claimOnly(s.be)
 	select {
 	case <-published:
-		if now, _ := n.state.Get(); now.Stored != nil {
+		if n.last().Stored != nil {
 			if err := n.publish(ctx, s); err != nil {
 				return nil, err
 			}
@@ -187,9 +192,9 @@ func (n *Network) prepareUnless(ctx context.Context, changed <-chan struct{}, s 
 
 // prepareChange obtains what the change to cfg needs. It changes nothing on the host. If the subnets
 // of s do not fit cfg, it makes the store exchange the lease of s for one with other subnets. Even with an
-// error it returns the change, whose devices may be locked.
+// error the devices of cfg may be locked.
 func (n *Network) prepareChange(ctx context.Context, s *session, cfg subnet.Config, published <-chan struct{}) (c *change, err error) {
-	now := *s.begin.Load()
+	now := n.last()
 	c = &change{config: cfg, iface: now.Interface}
 	if !sameFamilies(cfg, now.Config) {
 		if c.iface, err = n.chooseUplink(ctx, n.underlayOptions(cfg, now.PublicIPs), 0); err != nil {
@@ -257,11 +262,7 @@ func sameForwarding(from, to subnet.Config) bool {
 // not start, the network goes back to the former configuration.
 func (n *Network) change(ctx context.Context, s *session, c *change) (*session, error) {
 	if c.be == nil {
-		n.state.Update(func(now *lastknown.State) { now.Config = c.config }) // only this field, because s goes on and may change the others
-		now, _ := n.state.Get()
-		now.Peers = subnet.LedgerState{}
-		now.Fresh = nil
-		s.begin.Store(&now)
+		n.state.Update(func(now *lastknown.State) { now.Config = c.config })
 		s.rules.Send()
 		n.changed(ctx, c)
 		return s, nil
@@ -270,7 +271,7 @@ func (n *Network) change(ctx context.Context, s *session, c *change) (*session, 
 	pause := n.turn(s)
 	n.progress.enter(PhaseChanging)
 	s.leave(ctx)
-	before, _ := n.state.Get() // only now, because the session may have cleared Former before its end
+	before := n.last() // only now, because the session may have cleared Former before its end
 	before.Peers = s.ledger.State()
 	before.Fresh = nil
 	next, err := n.serveChanged(ctx, before, c)
@@ -344,22 +345,8 @@ func (n *Network) goBack(ctx context.Context, before lastknown.State) (*session,
 		if err != nil {
 			return nil, err
 		}
-		failed, _ := n.state.Get() // Former contains the configuration of the change if the change has begun
+		failed := n.last() // Former contains the configuration of the change if the change has begun
 		before.Former, before.Rules = n.leftBehind(failed, be), failed.FormerNetworks(before.Config)
 		return n.serve(ctx, be, func(now *lastknown.State) { *now = before })
 	})
-}
-
-// releaseDevices releases the locks of the devices that c needs, except for those that s uses, and those of
-// former configurations, which are still to be removed.
-func (n *Network) releaseDevices(c *change, s *session) {
-	if c.be == nil {
-		return
-	}
-	needed := slices.Clone(s.be.Scope().Devices)
-	now, _ := n.state.Get()
-	for _, f := range now.Former {
-		needed = append(needed, n.owned(f).Scope.Devices...)
-	}
-	n.devices.Release(c.be.Scope().Devices, needed)
 }

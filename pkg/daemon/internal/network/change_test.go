@@ -105,10 +105,11 @@ func TestStateDuringAChange(t *testing.T) {
 					return nil
 				}}
 				n, s := networkOn(t, be, link(1500, "192.0.2.1"))
+				before := n.last()
 				n.state = lastknown.NewStore(file)
 				defer n.state.Close()
-				n.state.Change(func(to *lastknown.State) { *to = *s.begin.Load() })
-				former := s.begin.Load().Config
+				n.state.Change(func(to *lastknown.State) { *to = before })
+				former := before.Config
 				other := former
 				other.Networks = []subnet.Network{{Prefix: netip.MustParsePrefix("10.6.0.0/16")}}
 				c := &change{config: other, iface: link(1500, "192.0.2.1"), be: be, own: &subnet.Lease{Key: "10.6.1.0-24"}}
@@ -150,7 +151,7 @@ func TestChangeThatIsNotFree(t *testing.T) {
 			}
 			return nil
 		}
-		other := s.begin.Load().Config
+		other := n.last().Config
 		other.Networks = []subnet.Network{{Prefix: netip.MustParsePrefix("10.6.0.0/16")}}
 		s, err := n.change(t.Context(), s, &change{config: other, iface: link(1500, "192.0.2.1"), be: be})
 		if err != nil {
@@ -158,8 +159,8 @@ func TestChangeThatIsNotFree(t *testing.T) {
 		}
 		defer n.stopServing()
 		now, _ := n.state.Get()
-		if !slices.Equal(started, []int{0}) || len(s.begin.Load().Config.Networks) > 0 || len(now.Former) > 0 {
-			t.Errorf("started backends with %v networks, the session has %+v, the state %+v, want the former configuration", started, s.begin.Load(), now)
+		if !slices.Equal(started, []int{0}) || len(now.Config.Networks) > 0 || len(now.Former) > 0 {
+			t.Errorf("started backends with %v networks, the state is %+v, want the former configuration", started, now)
 		}
 	})
 }
@@ -183,9 +184,7 @@ func TestSteps(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n, s := networkOn(t, starter{close: func() {}}, link(1500, "192.0.2.1"))
 				defer n.stopServing()
-				now := *s.begin.Load()
-				now.Config.Stage = tt.stage
-				s.begin.Store(&now)
+				n.state.Update(func(now *lastknown.State) { now.Config.Stage = tt.stage })
 				n.config.failed.final = tt.fails
 				reclaim := wait.NewSignal()
 				s.reclaim = reclaim

@@ -183,6 +183,22 @@ func (n *Network) claim(all []Claimed) error {
 	return n.claims(all)
 }
 
+// claimOnly claims the configuration in use, with its backend be, and what former ones have left, and nothing else any
+// more. It also releases the locks of all other devices.
+func (n *Network) claimOnly(be backend.Backend) {
+	n.claiming.Lock() // otherwise an earlier state could be claimed last
+	defer n.claiming.Unlock()
+	all := n.claimed(n.last(), be)
+	var devices []string
+	for _, c := range all {
+		if c.Backend != nil {
+			devices = append(devices, c.Backend.Scope().Devices...)
+		}
+	}
+	n.devices.Keep(devices...)
+	_ = n.claim(all) // cannot be refused, because it is not more than before
+}
+
 // claimed returns what the network claims on this host: the configuration of now, with its backend be,
 // and what former ones have left.
 func (n *Network) claimed(now lastknown.State, be backend.Backend) []Claimed {
@@ -214,19 +230,6 @@ func (n *Network) connected() time.Time {
 		return time.Time{}
 	}
 	return since
-}
-
-// watchInterface follows the external interface until ctx ends. It sends the latest state to changed, instead of one
-// that was not received yet. changed must have a buffer of one.
-func (n *Network) watchInterface(ctx context.Context, o underlay.Options, now underlay.Interface, changed chan underlay.Interface) error {
-	send := func(i underlay.Interface) {
-		select {
-		case <-changed:
-		default:
-		}
-		changed <- i
-	}
-	return n.watchUplink(ctx, o, now, send, func(err error) { n.ready.report(partInterface, err) })
 }
 
 func describe(i underlay.Interface) []string {

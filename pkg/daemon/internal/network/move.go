@@ -33,13 +33,19 @@ func (n *Network) follow(ctx context.Context, s *session) error {
 // followUntilChange is follow for one configuration. It returns the change to another one, or nil if ctx has ended, or
 // with an error.
 func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, error) {
-	now := *s.begin.Load()
-	changed := make(chan underlay.Interface, 1)
+	now := n.last()
+	changed := make(chan underlay.Interface, 1) // the latest one, unless it was received
 	attending, stop := context.WithCancel(ctx)
 	defer stop()
 	group, attending := errgroup.WithContext(attending)
 	group.Go(func() error {
-		return n.watchInterface(attending, n.underlayOptions(now.Config, now.PublicIPs), now.Interface, changed)
+		return n.watchUplink(attending, n.underlayOptions(now.Config, now.PublicIPs), now.Interface, func(i underlay.Interface) {
+			select {
+			case <-changed:
+			default:
+			}
+			changed <- i
+		}, func(err error) { n.ready.report(partInterface, err) })
 	})
 	if !now.Recalled {
 		n.followStore(attending, group, now.Own)
@@ -109,12 +115,12 @@ func (n *Network) attend(ctx context.Context, s *session, changed <-chan underla
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	prepared := make(chan *change, 1)
-	if !s.begin.Load().Recalled {
+	if now := n.last(); !now.Recalled {
 		published := make(chan struct{})
 		group.Go(func() error { return ended(ctx, n.store.Watch(ctx, s.syncer.Publish)) })
 		group.Go(func() error {
 			defer close(published)
-			if s.begin.Load().Stored == nil { // the store has this host's lease as it is
+			if now.Stored == nil { // the store has this host's lease as it is
 				return nil
 			}
 			return ended(ctx, n.publish(ctx, s))
@@ -140,19 +146,14 @@ func (n *Network) attend(ctx context.Context, s *session, changed <-chan underla
 	if to == nil {
 		return nil, next, err
 	}
-
-	select {
-	case c := <-prepared: // it was prepared for the former interface
-		n.releaseDevices(c, s)
-	default:
-	}
+	n.claimOnly(s.be) // a change may have been prepared for the former interface
 	return to, nil, err
 }
 
 // move ends s and returns a session on another or changed external interface, which lasts until
 // ctx ends. The kernel stays unchanged in between. move gives up when attending ends.
 func (n *Network) move(ctx, attending context.Context, s *session, to underlay.Interface, changed <-chan underlay.Interface) (*session, error) {
-	n.reconnect(ctx, s.begin.Load().Interface, to)
+	n.reconnect(ctx, n.last().Interface, to)
 	n.progress.enter(PhaseMoving)
 	s.leave(ctx)
 	peers := s.ledger.State()
@@ -179,7 +180,7 @@ func (n *Network) reconnect(ctx context.Context, from, to underlay.Interface) {
 // serveOn starts a session on interface to. It keeps this host's subnets and backend data,
 // and uses the new public addresses.
 func (n *Network) serveOn(ctx context.Context, to underlay.Interface, peers subnet.LedgerState) (*session, error) {
-	now, _ := n.state.Get() // the lease may have been renewed, and Former cleared, since the last session began
+	now := n.last() // the lease may have been renewed, and Former cleared, since the last session began
 	if now.Recalled && now.Interface.Index == 0 {
 		if err := ofHost(now, to); err != nil {
 			return nil, fmt.Errorf("the last known state cannot be used: %w", err)

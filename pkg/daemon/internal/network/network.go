@@ -71,6 +71,7 @@ type Network struct {
 	rules    ruleKeeper
 	others   func() ([]netip.Prefix, <-chan struct{}) // see Config.Others
 	claims   func([]Claimed) error                    // see Config.Claims
+	claiming sync.Mutex                               // see claimOnly
 	progress *Progress
 	labelled atomic.Pointer[string]  // location of this host according to the store; nil before it was read
 	serving  atomic.Pointer[session] // the last session that was started; nil before the first and after leaveLast
@@ -115,7 +116,7 @@ func (n *Network) Close() {
 	if n.catalog.Close != nil {
 		n.catalog.Close() // before the locks, after which another daemon may take the devices
 	}
-	n.devices.ReleaseAll()
+	n.devices.Keep()
 	if n.state != nil {
 		n.state.Close()
 	}
@@ -149,15 +150,15 @@ func (n *Network) Run(ctx context.Context) error {
 func (n *Network) startAndServe(ctx context.Context) error {
 	start := newStartup(ctx, n)
 	defer start.stop()
-	be, now, err := start.prepare(ctx)
+	before, first, err := start.prepare(ctx)
 	for errors.Is(err, ErrConfigChanged) {
-		be, now, err = start.prepare(ctx)
+		before, first, err = start.prepare(ctx)
 	}
 	if err != nil {
 		return ended(ctx, err)
 	}
 	start.stop()
-	s, err := n.serveFirst(ctx, be, now)
+	s, err := n.serveFirst(ctx, before, first)
 	if err != nil {
 		return ended(ctx, err)
 	}
@@ -168,26 +169,23 @@ func (n *Network) startAndServe(ctx context.Context) error {
 // serveFirst starts the first session with the store's answers. If that session does not start, and
 // there was a session from the last known state with another configuration, serveFirst goes back to
 // the configuration of the last known state.
-func (n *Network) serveFirst(ctx context.Context, be backend.Backend, now lastknown.State) (*session, error) {
-	differs := n.differs(now.Config)
-	former, _ := n.state.Get()
-	s, err := n.serve(ctx, be, func(to *lastknown.State) { *to = now })
-	if err == nil {
-		n.config.use(now.Config)
-		return s, nil
+func (n *Network) serveFirst(ctx context.Context, before lastknown.State, first *change) (*session, error) {
+	differs := n.differs(first.config)
+	former := n.last()
+	s, err := n.serveChanged(ctx, before, first)
+	if err == nil || ctx.Err() != nil || !differs {
+		return s, err
 	}
-	if ctx.Err() != nil || !differs {
-		return nil, err
-	}
+
 	n.config.use(former.Config)
-	n.config.refuseFirst(ctx, now.Config, err)
+	n.config.refuseFirst(ctx, first.config, err)
 	if !errors.Is(err, ownership.ErrInUse) { // after ErrInUse the network tries again: another process may release the device
-		n.config.giveUp(ctx, now.Config, err)
+		n.config.giveUp(ctx, first.config, err)
 	}
-	former.Peers = now.Peers
+	former.Peers = before.Peers
 	former.Fresh = nil
 	former.Recalled = false
-	former.Stored = &now.Own
+	former.Stored = first.own
 	return n.goBack(ctx, former)
 }
 

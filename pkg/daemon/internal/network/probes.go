@@ -7,12 +7,12 @@ import (
 	"fmt"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
 	"github.com/flanneld/flanneld/pkg/probe/paths"
 )
 
 // newProber returns the prober of s. A broken path is only reported: the prober never changes anything.
-func (n *Network) newProber(s *session, running backend.Network) *paths.Prober {
-	now := s.begin.Load()
+func (n *Network) newProber(s *session, now lastknown.State, running backend.Network) *paths.Prober {
 	c := paths.Config{
 		Own:      now.Own.Subnets(),
 		Network:  paths.Network{BackendType: now.Config.BackendType, MTU: s.mtu, Devices: len(s.be.Scope().Devices) > 0, Ports: s.be.Describe().AllPorts()},

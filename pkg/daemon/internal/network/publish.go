@@ -5,6 +5,7 @@ package network
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"reflect"
 	"slices"
@@ -25,9 +26,9 @@ func (n *Network) publish(ctx context.Context, s *session) error {
 	if err := wait.For(ctx, s.pause); err != nil {
 		return err
 	}
-	cfg := s.begin.Load().Config
-	own := s.own()
-	if state, _ := n.state.Get(); own.NextType != "" && (state.Stored == nil || own.NextType != state.Stored.NextType) {
+	now := n.last()
+	own := now.Own
+	if own.NextType != "" && (now.Stored == nil || own.NextType != now.Stored.NextType) {
 		// When peers see this lease, they probe the way through the next backend. An earlier use of that
 		// backend may have left objects for the peers, and the probes might use these. The first pass
 		// removes them. If it fails, they may stay, but that must not prevent the publication.
@@ -38,18 +39,28 @@ func (n *Network) publish(ctx context.Context, s *session) error {
 		}
 	}
 
-	var published subnet.Lease
-	err := retry(ctx, "cannot publish this host's lease as it is now", func() (err error) {
-		published, err = n.store.Acquire(ctx, cfg, own.Claim())
+	return retry(ctx, "cannot publish this host's lease as it is now", func() error {
+		err := n.write(ctx, now.Config, own)
+		if errors.Is(err, subnet.ErrLeaseLost) {
+			return final{err}
+		}
 		return err
 	})
+}
+
+// write writes this host's lease to the store as own. It returns ErrLeaseLost, wrapped, like publish.
+func (n *Network) write(ctx context.Context, cfg subnet.Config, own subnet.Lease) error {
+	got, err := n.store.Acquire(ctx, cfg, own.Claim())
 	if err == nil {
-		err = lostTo(own, published)
+		err = lostTo(own, got)
 	}
 	if err != nil {
 		return err
 	}
-	n.state.Update(func(now *lastknown.State) { now.Stored = nil })
+	n.state.Update(func(now *lastknown.State) {
+		now.Stored = nil
+		now.Own.Endpoints = own.Endpoints
+	})
 	klog.FromContext(ctx).Info("this host's lease is up to date", "lease", own.Key)
 	return nil
 }
@@ -64,7 +75,7 @@ const republishTimeout = 30 * time.Second
 func (n *Network) republish(ctx context.Context, s *session) error {
 	ctx, cancel := context.WithTimeout(ctx, republishTimeout)
 	defer cancel()
-	now := *s.begin.Load()
+	now := n.last()
 	claim, err := s.be.Claim(ctx, now.Own.Claim())
 	if err != nil {
 		return err
@@ -73,17 +84,11 @@ func (n *Network) republish(ctx context.Context, s *session) error {
 		return fmt.Errorf("the next backend would be %q instead of %q", claim.NextType, now.Own.NextType)
 	}
 	if !reflect.DeepEqual(claim, now.Own.Claim()) {
+		now.Own.BackendType = claim.BackendType
 		now.Own.Endpoints = claim.Endpoints
-		got, err := n.store.Acquire(ctx, now.Config, claim)
-		if err == nil {
-			err = lostTo(now.Own, got)
-		}
-		if err != nil {
+		if err := n.write(ctx, now.Config, now.Own); err != nil {
 			return err
 		}
-		s.begin.Store(&now)
-		n.state.Update(func(to *lastknown.State) { to.Own.Endpoints = claim.Endpoints })
-		klog.FromContext(ctx).Info("this host's lease is up to date", "lease", now.Own.Key)
 	}
 	s.publisher.Published(claim)
 	return nil

@@ -31,9 +31,7 @@ func (n *Network) inspect(ctx context.Context, objects bool) (now lastknown.Stat
 		return lastknown.State{}, backend.Inspection{}, true
 	}
 
-	now = *s.begin.Load()
-	last, _ := n.state.Get()
-	now.Own = last.Own // renewed in the meantime
+	now = n.last()
 	in, err := s.inspect(ctx, objects)
 	known = err == nil
 	if s.left.Load() != nil { // s has ended: report why the next session does not start

@@ -99,8 +99,8 @@ func TestRepublish(t *testing.T) {
 				if tt.err != nil {
 					return
 				}
-				if last, _ := n.state.Get(); string(last.Own.Endpoints[0].Data) != "2" || string(s.own().Endpoints[0].Data) != "2" {
-					t.Errorf("the state has %s and the session %s, want the changed data", last.Own.Endpoints[0].Data, s.own().Endpoints[0].Data)
+				if last, _ := n.state.Get(); string(last.Own.Endpoints[0].Data) != "2" {
+					t.Errorf("the state has %s, want the changed data", last.Own.Endpoints[0].Data)
 				}
 				if want := []string{"1", "2"}; !slices.Equal(be.published, want) {
 					t.Errorf("the network was told that the store has %q, want %q", be.published, want)
@@ -120,9 +120,9 @@ func TestRepublishKeepsTheBackends(t *testing.T) {
 	be := &changing{starter: starter{close: func() {}}, next: "wireguard"}
 	be.data.Store(new("2"))
 	n, s := networkOn(t, be.starter, link(1500, "192.0.2.1"))
-	now := *s.begin.Load()
-	now.Own = subnet.Lease{Key: "own", Endpoints: []subnet.Endpoint{{Data: json.RawMessage(`1`)}}}
-	s.begin.Store(&now)
+	n.state.Update(func(now *lastknown.State) {
+		now.Own = subnet.Lease{Key: "own", Endpoints: []subnet.Endpoint{{Data: json.RawMessage(`1`)}}}
+	})
 	s.be, s.publisher = be, be
 	store := &recorder{key: "own"}
 	n.store = store
@@ -188,12 +188,11 @@ func publishing(t *testing.T) (*Network, *session, *changing) {
 	be := &changing{starter: starter{close: func() {}}, asked: wait.NewSignal()}
 	be.data.Store(new("1"))
 	n, s := networkOn(t, be.starter, link(1500, "192.0.2.1"))
-	now := *s.begin.Load()
-	now.Own = subnet.Lease{Key: "own", Endpoints: []subnet.Endpoint{
-		{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: json.RawMessage(`1`)},
-	}}
-	s.begin.Store(&now)
-	n.state.Change(func(to *lastknown.State) { *to = now })
+	n.state.Change(func(now *lastknown.State) {
+		now.Own = subnet.Lease{Key: "own", Endpoints: []subnet.Endpoint{
+			{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: json.RawMessage(`1`)},
+		}}
+	})
 	s.be, s.publisher, s.republish = be, be, be.asked
 	return n, s, be
 }

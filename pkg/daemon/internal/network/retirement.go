@@ -9,7 +9,6 @@ import (
 	"io/fs"
 	"os"
 	"slices"
-	"sync"
 	"time"
 
 	"github.com/flanneld/flanneld/backend"
@@ -20,9 +19,12 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// owned returns the kernel objects that f can have led to.
-func (n *Network) owned(f lastknown.Former) ownership.Objects {
-	return ownership.In(n.env(f.Interface, f.Config), n.catalog.Registry)
+// owned returns the kernel objects that f can have led to, or none if this version does not know its backend.
+func (n *Network) owned(f lastknown.Former) (o ownership.Objects) {
+	if be := n.backendOf(f); be != nil {
+		o = ownership.Of(be)
+	}
+	return o
 }
 
 // leftBehind returns the configurations whose objects may be in the kernel although a host with
@@ -42,15 +44,13 @@ const lingering = 10 * time.Second
 // After a migration it waits until all other hosts have left the former backend.
 type retirement struct {
 	former   []ownership.Objects
-	migrated bool          // former contains the configuration of a migration
-	start    chan struct{} // closed when the removal may begin
-	begin    func()        // closes start; may be called twice
+	migrated bool        // former contains the configuration of a migration
+	start    wait.Signal // sent when the removal may begin
 }
 
 // newRetirement returns the retirement of the former configurations fs, and of what else is recorded to exist.
 func (n *Network) newRetirement(fs []lastknown.Former, present backend.Backend) *retirement {
-	start := make(chan struct{})
-	r := &retirement{start: start, begin: sync.OnceFunc(func() { close(start) })}
+	r := &retirement{start: wait.NewSignal()}
 	for _, f := range fs {
 		r.former = append(r.former, n.owned(f))
 		r.migrated = r.migrated || f.Config.Migrates()
@@ -68,13 +68,31 @@ func (n *Network) newRetirement(fs []lastknown.Former, present backend.Backend) 
 // the former backend of a migration.
 func (r *retirement) due(p backend.Pass) {
 	if !r.migrated || p.OneBackend {
-		r.begin()
+		r.start.Send()
 	}
 }
 
-// remover returns the Remover of former configurations on a host that needs the objects in present.
-func (n *Network) remover(present ownership.Objects) ownership.Remover {
-	return ownership.Remover{Present: present, Devices: n.devices, CloseUnused: n.catalog.CloseUnused}
+// remove removes the objects of former configurations on a host that needs the objects in present. Before that it closes
+// tunnels that a network which has ended has left in this process, so that they carried packets until now.
+func (n *Network) remove(ctx context.Context, o linux.Options, present ownership.Objects, former []ownership.Objects) error {
+	if n.catalog.CloseUnused != nil {
+		if err := n.catalog.CloseUnused(); err != nil {
+			return err
+		}
+	}
+
+	// Use a separate Kernel, because the main one caches what it reads.
+	kernel, err := n.openKernel(o)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = kernel.Close() }()
+	for _, f := range former {
+		if err := ownership.Remove(ctx, kernel, n.devices, present, f); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // retire removes what former configurations have left, when the retirement of s may begin.
@@ -93,25 +111,16 @@ func (n *Network) retire(ctx context.Context, s *session) {
 		return
 	}
 
-	remover := n.remover(ownership.Of(s.be))
 	err := retry(ctx, "cannot remove the objects of the former configuration, trying again", func() error {
-		// Use a separate Kernel, because the main one caches what it reads. Nexthop
-		// objects are left to the main one, which may be about to use them: it deletes
+		// Nexthop objects are left to the main Kernel, which may be about to use them: it deletes
 		// unused ones after its next read.
-		kernel, err := n.openKernel(linux.Options{})
-		if err != nil {
-			return err
-		}
-		defer func() { _ = kernel.Close() }()
-		return remover.Remove(ctx, kernel, past.former...)
+		return n.remove(ctx, linux.Options{}, ownership.Of(s.be), past.former)
 	})
 	if err != nil {
 		return
 	}
 	n.state.Update(func(now *lastknown.State) { now.Former = nil })
-	remover.Release(past.former...) // only now: until then releaseDevices keeps these locks when a change is refused
-	now, _ := n.state.Get()
-	_ = n.claim(n.claimed(now, s.be)) // cannot be refused, because it is less than before
+	n.claimOnly(s.be)
 	n.progress.retired()
 	s.rules.Send() // they guard the tunnels of former configurations only until then
 }
@@ -120,20 +129,14 @@ func (n *Network) retire(ctx context.Context, s *session) {
 // caller must not have called Run.
 func (n *Network) Retire(ctx context.Context, keep bool) error {
 	last := n.last()
-	kernel, err := n.openKernel(linux.Options{NexthopObjects: true})
-	if err != nil {
-		return err
-	}
-	defer func() { _ = kernel.Close() }()
 	all := []ownership.Objects{{Leftovers: n.catalog.Leftovers}}
 	for _, f := range last.All() {
 		all = append(all, n.owned(f))
 	}
-	r := n.remover(ownership.Objects{})
-	if err := r.Remove(ctx, kernel, all...); err != nil {
+	if err := n.remove(ctx, linux.Options{NexthopObjects: true}, ownership.Objects{}, all); err != nil {
 		return err
 	}
-	r.Release(all...)
+	n.devices.Keep()
 	if err := n.rules.Remove(ctx, last.FormerNetworks(subnet.Config{})); err != nil {
 		return err
 	}

@@ -48,9 +48,7 @@ func firewallChoice(option string, now lastknown.State) keeper.Choice {
 // the other networks need other rules. It calls tried after the first attempt to apply them.
 func (n *Network) keepRules(ctx context.Context, s *session, tried func()) {
 	for ctx.Err() == nil {
-		now := *s.begin.Load()
-		present, _ := n.state.Get() // Former is cleared when the retirement is done
-		now.Former = present.Former
+		now := n.last()
 		policy, others := n.wantedRules(s.be, now)
 		unchanged, stop := context.WithCancel(ctx)
 		go func() {
@@ -69,9 +67,9 @@ func (n *Network) keepRules(ctx context.Context, s *session, tried func()) {
 // guardFirst makes one attempt to write the traffic rules of the next session before its backend starts, if
 // that backend opens a tunnel that the rules of the last session do not guard. Otherwise pods could send into
 // the tunnel until the session writes its rules. The last session must have ended.
-func (n *Network) guardFirst(ctx context.Context, last *session, be backend.Backend, now lastknown.State) {
+func (n *Network) guardFirst(ctx context.Context, last backend.Backend, before lastknown.State, be backend.Backend, now lastknown.State) {
 	var guarded []firewall.Payload
-	for _, one := range n.rulePolicy(last.be, *last.begin.Load()).Networks {
+	for _, one := range n.rulePolicy(last, before).Networks {
 		guarded = append(guarded, one.Tunnels...)
 	}
 

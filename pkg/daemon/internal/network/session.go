@@ -37,9 +37,7 @@ func (n *Network) serve(ctx context.Context, be backend.Backend, change func(now
 		compared: make(chan struct{}), rules: wait.NewSignal(), cancel: cancel, done: make(chan struct{}),
 	}
 	s.ledger.Restore(now.Peers, time.Now())
-	now.Peers = subnet.LedgerState{}
-	s.begin.Store(&now)
-	s.syncer = n.newSyncer(s, running)
+	s.syncer = n.newSyncer(s, now, running)
 	if c, ok := running.(backend.Reclaimer); ok {
 		s.reclaim = c.Reclaim()
 	}
@@ -48,13 +46,13 @@ func (n *Network) serve(ctx context.Context, be backend.Backend, change func(now
 		s.republish = c.Republish()
 	}
 	if n.opts.Probe {
-		s.prober = n.newProber(s, running)
+		s.prober = n.newProber(s, now, running)
 	}
 
 	file := &fileKeeper{path: n.opts.SubnetFile, file: subnetFile(now, s.mtu, n.opts.IPMasq), report: func(err error) { n.ready.report(partSubnetFile, err) }}
 	file.expect()      // otherwise the file of the last session would count as that of this one
 	n.serving.Store(s) // reports read s from now on
-	n.progress.enter(s.phase())
+	n.progress.enter(s.phase(now))
 	tried := make(chan struct{})
 	var wg sync.WaitGroup
 	wg.Go(func() { n.keepRules(ctx, s, sync.OnceFunc(func() { close(tried) })) })
@@ -105,7 +103,7 @@ func (n *Network) startNetwork(ctx context.Context, be backend.Backend, change f
 	n.host.Tuner.Network(n.name, n.catalog.OneThread(now.Config))
 	if replaces {
 		n.state.Change(func(to *lastknown.State) { to.Attempt(now) })
-		n.guardFirst(ctx, n.serving.Load(), be, now)
+		n.guardFirst(ctx, n.serving.Load().be, before, be, now)
 	} else {
 		now = n.state.Change(change)
 	}
@@ -117,15 +115,14 @@ func (n *Network) startNetwork(ctx context.Context, be backend.Backend, change f
 	}
 	if replaces {
 		now = n.state.Change(change)
-		_ = n.claim(n.claimed(now, be)) // cannot be refused, because it is less than before
+		n.claimOnly(be)
 	}
 	return now, running, nil
 }
 
 // newSyncer returns the lease-watch loop of s. As soon as the store has answered, the loop closes compared after a pass,
 // and tells the retirement of each pass without an error.
-func (n *Network) newSyncer(s *session, running backend.Network) *backend.Syncer {
-	now := s.begin.Load()
+func (n *Network) newSyncer(s *session, now lastknown.State, running backend.Network) *backend.Syncer {
 	compared := sync.OnceFunc(func() { close(s.compared) })
 	config := backend.SyncerConfig{
 		Config: now.Config, Own: now.Own, Network: running, Ledger: s.ledger, Resync: n.opts.Resync,
@@ -264,11 +261,10 @@ func (n *Network) stopServing() {
 // ended. It returns nil if there was no such session, if leaveLast has ended it, or if the options do not
 // let the network change its configuration while it runs.
 func (n *Network) former() *subnet.Config {
-	now := n.serving.Load()
-	if now == nil || !n.config.follow {
+	if n.serving.Load() == nil || !n.config.follow {
 		return nil
 	}
-	return &now.begin.Load().Config
+	return new(n.last().Config)
 }
 
 // differs reports whether former returns a configuration, and that is another one than cfg.
@@ -283,10 +279,9 @@ const statusTimeout = 2 * time.Second
 // lastLook limits the time for inspecting a session that is about to end.
 const lastLook = 200 * time.Millisecond
 
-// session is the part of a network that depends on configuration, interface and lease.
+// session is the part of a network that depends on configuration, interface and lease, which are in Network.state.
 type session struct {
-	begin  atomic.Pointer[lastknown.State] // state at the begin, or after a change that kept the session; its Peers are empty, see ledger
-	mtu    int                             // of backend.Network.MTU, in bytes; the path to a peer may be narrower
+	mtu    int // of backend.Network.MTU, in bytes; the path to a peer may be narrower
 	be     backend.Backend
 	ledger *subnet.Ledger
 	syncer *backend.Syncer
@@ -298,17 +293,17 @@ type session struct {
 	publisher  backend.Publisher                  // nil if the backend's network does not implement it
 	republish  <-chan struct{}                    // see backend.Publisher; nil never receives
 	behind     bool                               // the backend has announced new data on republish, and it is not published yet
-	rules      wait.Signal                        // sent when the traffic rules may have to change: begin has changed, or the retirement has ended
+	rules      wait.Signal                        // sent when the traffic rules may have to change, but the session goes on
 	prober     *paths.Prober                      // nil without --probe
 	left       atomic.Pointer[backend.Inspection] // last state of the session, when it has ended for the next session; otherwise nil
 	cancel     context.CancelFunc
 	done       chan struct{}
 }
 
-// phase returns the phase at the begin of the session.
-func (s *session) phase() Phase {
+// phase returns the phase at the begin of the session, with the state of that time.
+func (s *session) phase(now lastknown.State) Phase {
 	switch {
-	case s.begin.Load().Recalled:
+	case now.Recalled:
 		return PhaseLastKnown
 	case len(s.retirement.former) > 0:
 		return PhaseRetiring
@@ -335,9 +330,6 @@ func (s *session) inspect(ctx context.Context, objects bool) (backend.Inspection
 	}
 	return in, err
 }
-
-// own returns this host's lease in begin. republish changes its data, but a renewal does not change its end.
-func (s *session) own() subnet.Lease { return s.begin.Load().Own }
 
 // leave ends the session and stores its last state for inspect.
 func (s *session) leave(ctx context.Context) {

@@ -128,7 +128,6 @@ func networkOn(t *testing.T, be starter, from underlay.Interface) (*Network, *se
 		_ = syncer.Run(ctx)
 	}()
 	s := &session{be: be, ledger: ledger, syncer: syncer, cancel: cancel, done: done}
-	s.begin.Store(&now)
 	n.serving.Store(s)
 	return n, s
 }
@@ -275,7 +274,7 @@ func TestMoveWhileAChangeIsPrepared(t *testing.T) {
 		n, s := networkOn(t, be, link(1500, "192.0.2.1"))
 		dir := t.TempDir()
 		n.devices = ownership.NewLocks(dir)
-		former := s.begin.Load().Config
+		former := n.last().Config
 		other := former
 		other.Networks = []subnet.Network{{Prefix: netip.MustParsePrefix("10.6.0.0/16")}}
 		n.opts.Iface = []string{"127.0.0.1"}
@@ -412,8 +411,9 @@ func (otherSubnet) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (
 func TestPublishOnAnotherSubnet(t *testing.T) {
 	own := subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1")}}}
 	var s session
-	s.begin.Store(&lastknown.State{Own: own})
-	err := (&Network{store: otherSubnet{}, state: lastknown.NewStore(nil)}).publish(t.Context(), &s)
+	n := &Network{store: otherSubnet{}, state: lastknown.NewStore(nil)}
+	n.state.Change(func(now *lastknown.State) { now.Own = own })
+	err := n.publish(t.Context(), &s)
 	if !errors.Is(err, subnet.ErrLeaseLost) || !strings.Contains(err.Error(), "10.5.1.0/24") || !strings.Contains(err.Error(), "10.5.2.0/24") {
 		t.Errorf("got %v, want ErrLeaseLost with both subnets", err)
 	}

@@ -51,8 +51,8 @@ type attempt struct {
 	waits  bool           // the attempt waits for a free subnet even if there is another configuration to try
 }
 
-// prepare obtains the configuration, the interface, a backend and this host's lease. It waits for the
-// configuration, the interface and the lease. It returns ErrConfigChanged, wrapped, if the configuration in
+// prepare obtains the first change: the configuration, the interface, a backend and this host's lease. It also returns the
+// state before that change. It waits for the configuration, the interface and the lease. It returns ErrConfigChanged, wrapped, if the configuration in
 // the store changes while prepare waits for a subnet or for a cloud.
 //
 // If this host cannot use one of two address families, prepare uses the other one alone.
@@ -61,111 +61,109 @@ type attempt struct {
 // state, prepare uses the configuration of that state. So the host follows its peers and keeps its
 // lease, like a running daemon that refuses a changed configuration. If neither configuration has a
 // subnet for this host, prepare waits for a subnet of the one in the store.
-func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State, error) {
+func (s *startup) prepare(ctx context.Context) (before lastknown.State, c *change, err error) {
 	s.progress.waitFor(PhaseNoConfiguration)
 	cfg, err := s.readConfig(ctx)
 	if former := s.former(); former != nil && errors.Is(err, subnet.ErrInvalidConfig) { // the watch of the configuration logs the reason
 		return s.prepareWith(ctx, attempt{config: *former, waits: true})
 	}
 	if err != nil {
-		return nil, s.past, err
+		return before, nil, err
 	}
 	stored := cfg
 	last := s.last()
 	cfg = last.Withdrawn(last.Config.Toward(stored))
-	be, now, err := s.prepareWith(ctx, attempt{config: cfg, stored: &stored})
+	before, c, err = s.prepareWith(ctx, attempt{config: cfg, stored: &stored})
 
 	// Otherwise a node would lose IPv4 when IPv6 is enabled in the cluster and it has no podCIDR for it.
 	var part *subnet.FamilyError
 	if errors.As(err, &part) && len(cfg.Networks) > 1 {
 		cfg = cfg.Without(part.Family)
-		be, now, err = s.prepareWith(ctx, attempt{config: cfg, stored: &stored, waits: !s.differs(cfg)})
+		before, c, err = s.prepareWith(ctx, attempt{config: cfg, stored: &stored, waits: !s.differs(cfg)})
 		if err == nil {
 			s.config.refuseFirst(ctx, stored, fmt.Errorf("only %s is used: %w", cfg.Networks[0].Family(), part))
 		}
 	}
 	if err == nil || ctx.Err() != nil || errors.Is(err, ErrConfigChanged) || !s.differs(cfg) {
-		return be, now, err
+		return before, c, err
 	}
 	full := errors.Is(err, subnet.ErrNoSubnets)
-	be, now, errFormer := s.prepareWith(ctx, attempt{config: *s.former(), stored: &stored, waits: !full})
+	before, c, errFormer := s.prepareWith(ctx, attempt{config: *s.former(), stored: &stored, waits: !full})
 	switch {
 	case errFormer == nil:
 		s.config.refuseFirst(ctx, stored, err)
-		return be, now, nil
+		return before, c, nil
 	case errors.Is(errFormer, ErrConfigChanged):
-		return nil, now, errFormer
+		return before, nil, errFormer
 	case full:
 		return s.prepareWith(ctx, attempt{config: cfg, stored: &stored, waits: true})
 	}
-	return nil, now, err
+	return before, nil, err
 }
 
 // prepareWith obtains what prepare returns, for one configuration. It returns ErrNoSubnets, wrapped,
 // if no subnet is free and the attempt does not wait for one.
-func (s *startup) prepareWith(ctx context.Context, a attempt) (be backend.Backend, now lastknown.State, err error) {
+func (s *startup) prepareWith(ctx context.Context, a attempt) (before lastknown.State, c *change, err error) {
 	log := klog.FromContext(ctx)
 	cfg := a.config
 	s.progress.waitFor(PhaseNoConfiguration)
 	s.config.use(cfg)
 	public, err := publicIPs(ctx, s.store)
 	if err != nil {
-		return nil, now, err
+		return before, nil, err
 	}
 	if err := s.readLocation(ctx); err != nil {
-		return nil, now, err
+		return before, nil, err
 	}
+
 	s.progress.waitFor(PhaseNoInterface)
 	iface, err := s.awaitInterface(ctx, cfg, public)
 	if err != nil {
-		return nil, now, err
+		return before, nil, err
 	}
 	s.endTries() // otherwise two sessions could run the backend's commands at the same time
 	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
 	env := s.env(iface, cfg)
 	be, warnings, err := s.newBackend(env)
 	if err != nil {
-		return nil, now, err
+		return before, nil, err
 	}
 	s.config.logWarnings(ctx, slices.Concat(cfg.Warnings, warnings))
-	now = s.last() // the session on the last known state may have changed the interface
-	now.PublicIPs = public
-	if now.Fresh != nil {
-		now.Peers = now.Fresh()
-		now.Fresh = nil
+
+	before = s.last() // the session on the last known state may have changed the interface
+	if before.Fresh != nil {
+		before.Peers = before.Fresh()
+		before.Fresh = nil
 	}
-	if !s.proven() && lastknown.OtherHost(now.Interface, iface) {
-		now.Peers = subnet.LedgerState{}
+	if !s.proven() && lastknown.OtherHost(before.Interface, iface) {
+		before.Peers = subnet.LedgerState{}
 	}
 
 	s.progress.waitFor(PhaseNoLease)
 	if s.differs(cfg) { // so that Renewed keeps the data in Own, that of the last known state, although acquire may publish other data
 		s.state.Update((*lastknown.State).Differ)
 	}
-
-	prev, err := s.recall(ctx, be, env, now)
+	prev, err := s.recall(ctx, be, env, before)
 	if err != nil {
-		return nil, now, err
+		return before, nil, err
 	}
-	own, err := s.acquire(ctx, be, env, now, prev, a)
+	own, err := s.acquire(ctx, be, env, before, prev, a)
 	if err != nil {
-		return nil, now, err
-	}
-	if len(now.Own.Endpoints) == 0 {
-		now.Former = append(now.Former, published(prev, cfg, iface)...)
+		return before, nil, err
 	}
 
-	now.Former, now.Rules = s.leftBehind(now, be), now.FormerNetworks(cfg)
-	now.Take(own)
-	now.Config = cfg
-	now.Interface = iface
-	now.Location = env.Location
-	now.LocationLabel = s.opts.LocationLabel
-	now.Recalled = false
+	if len(before.Own.Endpoints) == 0 {
+		before.Former = append(before.Former, published(prev, cfg, iface)...)
+	}
+	before.PublicIPs = public
+	before.Location = env.Location
+	before.LocationLabel = s.opts.LocationLabel
+	before.Recalled = false
 	if s.name != "" {
-		now.Name, now.Prefix = s.name, strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)
+		before.Name = s.name
+		before.Prefix = strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)
 	}
-	return be, now, nil
+	return before, &change{config: cfg, iface: iface, be: be, own: &own}, nil
 }
 
 // awaitInterface waits for the external interface. While the last known state serves the pods of this
@@ -302,8 +300,7 @@ func (s *startup) recognize(ctx context.Context, be backend.Backend, env backend
 // proven reports whether a session on the last known state uses the external interface. It then had the
 // addresses in that state, so the state is of this host, even if it has others now.
 func (s *startup) proven() bool {
-	now := s.serving.Load()
-	return now != nil && now.begin.Load().Interface.Index != 0
+	return s.serving.Load() != nil && s.last().Interface.Index != 0
 }
 
 // hasHardware reports whether an interface of this host has the hardware address addr.
@@ -364,11 +361,10 @@ func (s *startup) waitForSubnet(ctx context.Context, a attempt, claim subnet.Cla
 // outsideOf returns an error if the last known state is in use and cfg cannot assign all of
 // its subnets. With Kubernetes it returns nil, because the API assigns the subnets.
 func (s *startup) outsideOf(cfg subnet.Config) error {
-	now := s.serving.Load()
-	if now == nil || s.opts.KubeSubnetMgr {
+	if s.serving.Load() == nil || s.opts.KubeSubnetMgr {
 		return nil
 	}
-	return outside(cfg, now.own())
+	return outside(cfg, s.last().Own)
 }
 
 // leaveLast ends the session on the last known state, if there is one, and removes the
@@ -377,14 +373,14 @@ func (s *startup) outsideOf(cfg subnet.Config) error {
 // there is another subnet. leaveLast logs and returns the reason, or returns nil if there
 // is no session.
 func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
-	now := s.serving.Load()
-	if now == nil {
+	if s.serving.Load() == nil {
 		return nil
 	}
 
+	own := s.last().Own.Subnets()
 	why := s.outsideOf(cfg)
 	if why == nil {
-		why = fmt.Errorf("%v is not this host's any more", now.own().Subnets())
+		why = fmt.Errorf("%v is not this host's any more", own)
 	}
 
 	s.stop()
@@ -396,7 +392,7 @@ func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
 	if err := os.Remove(s.opts.SubnetFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		log.Error(err, "cannot remove the subnet file, which still contains the subnet that was left")
 	}
-	log.Error(why, "the subnet of the last known state was left", "subnets", now.own().Subnets())
+	log.Error(why, "the subnet of the last known state was left", "subnets", own)
 	return why
 }
 

@@ -50,24 +50,14 @@ func (l *Locks) Take(names ...string) error {
 	return nil
 }
 
-// Release releases the locks of the named devices, except for those in needed.
-func (l *Locks) Release(names, needed []string) {
+// Keep releases all locks except for those of the named devices.
+func (l *Locks) Keep(names ...string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for _, name := range names {
-		if lock, taken := l.taken[name]; taken && !slices.Contains(needed, name) {
+	for name, lock := range l.taken {
+		if !slices.Contains(names, name) {
 			_ = lock.Close()
 			delete(l.taken, name)
 		}
 	}
-}
-
-// ReleaseAll releases all locks.
-func (l *Locks) ReleaseAll() {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for _, lock := range l.taken {
-		_ = lock.Close()
-	}
-	clear(l.taken)
 }

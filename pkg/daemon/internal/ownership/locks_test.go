@@ -19,15 +19,15 @@ func TestLocks(t *testing.T) {
 	if err := two.Take(devices...); !errors.Is(err, ErrInUse) {
 		t.Errorf("the second daemon gets %v, want ErrInUse", err)
 	}
-	one.Release(devices, []string{"flannel.1"})
+	one.Keep("flannel.1")
 	if err := two.Take("flannel-v6.1"); err != nil {
 		t.Error(err)
 	}
-	one.ReleaseAll()
+	one.Keep()
 	if err := two.Take(devices...); err != nil {
 		t.Error(err)
 	}
-	two.ReleaseAll()
+	two.Keep()
 	none := NewLocks("/dev/null/nowhere")
 	if err := none.Take(devices...); err != nil {
 		t.Errorf("without a state directory: %v", err)

@@ -24,16 +24,6 @@ type Objects struct {
 // Of returns the objects of a backend.
 func Of(be backend.Backend) Objects { return Objects{be.Scope(), be.Describe().Leftovers} }
 
-// In returns the objects of the configuration in env. The result is empty if the backend cannot be
-// created, for example because this version does not know it.
-func In(env backend.Env, backends backend.Registry) Objects {
-	be, _, err := backends.New(env)
-	if err != nil {
-		return Objects{}
-	}
-	return Of(be)
-}
-
 // Covers reports whether o includes everything in other.
 func (o Objects) Covers(other Objects) bool {
 	return o.Scope.Covers(other.Scope) && len(o.Beyond(other)) == 0

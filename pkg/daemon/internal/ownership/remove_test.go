@@ -20,9 +20,9 @@ func (*leftover) String() string                 { return "a leftover" }
 func (r *leftover) Present() (bool, error)       { return !r.removed, nil }
 func (r *leftover) Remove(context.Context) error { r.removed = true; return nil }
 
-// TestRemoverLeavesOthersDevices checks that a device of the former configuration, and the
+// TestRemoveLeavesOthersDevices checks that a device of the former configuration, and the
 // leftovers, stay while another daemon uses the device, and are removed after that.
-func TestRemoverLeavesOthersDevices(t *testing.T) {
+func TestRemoveLeavesOthersDevices(t *testing.T) {
 	const dev = "flannel.7"
 	dir, kernel, left := t.TempDir(), dataplanetest.New(), &leftover{}
 	scope := dataplane.Scope{Devices: []string{dev}, Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}}
@@ -32,14 +32,14 @@ func TestRemoverLeavesOthersDevices(t *testing.T) {
 		t.Fatal(failed)
 	}
 	other := NewLocks(dir)
-	r := Remover{Present: Of(&vxlan.Backend{}), Devices: NewLocks(dir)}
+	devices := NewLocks(dir)
 	former := Objects{Scope: scope, Leftovers: []backend.Leftover{left}}
 	remove := func() (there bool) {
 		t.Helper()
-		if err := r.Remove(t.Context(), kernel, former); err != nil {
+		if err := Remove(t.Context(), kernel, devices, Of(&vxlan.Backend{}), former); err != nil {
 			t.Fatal(err)
 		}
-		r.Release(former)
+		devices.Keep()
 		have, err := kernel.Read(t.Context(), scope)
 		if err != nil {
 			t.Fatal(err)
@@ -53,12 +53,12 @@ func TestRemoverLeavesOthersDevices(t *testing.T) {
 	if !remove() || left.removed {
 		t.Errorf("another daemon's device or its objects were removed (%v)", left.removed)
 	}
-	other.ReleaseAll()
+	other.Keep()
 	if remove() || !left.removed {
 		t.Error("an unused device or its objects were not removed")
 	}
 	if err := other.Take(dev); err != nil {
 		t.Errorf("a deleted device: %v", err)
 	}
-	other.ReleaseAll()
+	other.Keep()
 }
