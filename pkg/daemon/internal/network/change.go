@@ -36,16 +36,16 @@ type change struct {
 const refusedPause = 30 * time.Second
 
 // awaitChange waits until the network can change to another configuration, and returns that change. Session s
-// goes on meanwhile, and awaitChange publishes changes of the data in its lease. A configuration that cannot be used
-// is refused, and tried again later. published is closed when the store has the lease of s. awaitChange returns
+// goes on meanwhile. A configuration that cannot be used is refused, and tried again later. published is closed when the
+// store has the lease of s. awaitChange returns
 // ErrLeaseLost, wrapped, if this host has lost its lease, and otherwise the error of ctx.
 func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan struct{}) (*change, error) {
-	var due <-chan time.Time // receives when changed data is to be published; nil never receives
-	failed := false          // the last republish has failed; only the first failure is logged
-
-	withdrawn := n.last().Config.Stage == subnet.Withdrawn // and the time of that stage has not begun
-	var step <-chan time.Time                              // receives when that time ends; nil never receives
-	stepping := false                                      // see wanted
+	var withdrawn <-chan struct{} // receives when the time of the stage Withdrawn begins; nil never receives
+	if n.last().Config.Stage == subnet.Withdrawn {
+		withdrawn = published
+	}
+	var step <-chan time.Time // receives when that time ends; nil never receives
+	stepping := false         // see wanted
 	for ctx.Err() == nil {
 		cfg, changed := n.wanted(stepping)
 		var again <-chan time.Time // nil never receives
@@ -67,49 +67,20 @@ func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan 
 			again = time.After(pause)
 		}
 
-		var stored <-chan struct{} // published if something waits for it; nil never receives
-		if withdrawn || s.behind && due == nil {
-			stored = published
-		}
-
 		select {
 		case <-ctx.Done():
 		case <-changed:
 		case <-again:
-		case <-stored:
-			if withdrawn {
-				withdrawn = false
-				step = time.After(withdrawal)
-			}
-			if s.behind && due == nil { // before that two goroutines would write this host's lease
-				due = time.After(n.turn(s))
-			}
-
+		case <-withdrawn:
+			withdrawn = nil
+			step = time.After(withdrawal)
 		case <-step:
 			stepping = true
-
 		case <-s.reclaim:
 			if next := n.prepareClaim(ctx); next != nil {
 				return next, nil
 			}
 			stepping = true
-
-		case <-s.republish:
-			s.behind = true // if due is set, its pause must pass first: a store that does not answer would get a call for each change
-
-		case <-due:
-			due = nil
-			err := n.republish(ctx, s)
-			if errors.Is(err, subnet.ErrLeaseLost) {
-				return nil, err
-			}
-			if err != nil && ctx.Err() == nil && !failed {
-				klog.FromContext(ctx).Error(err, "cannot publish this host's lease as it is now")
-			}
-			failed = err != nil
-			if s.behind = failed; failed {
-				due = time.After(n.retryTime())
-			}
 		}
 	}
 	return nil, ctx.Err()
@@ -223,13 +194,15 @@ func (n *Network) prepareChange(ctx context.Context, s *session, cfg subnet.Conf
 	}
 
 	select {
-	case <-published: // two goroutines must not write this host's lease
+	case <-published: // otherwise keepPublished would write the present lease again
 	case <-ctx.Done():
 		return c, ctx.Err()
 	}
 	if err := wait.For(ctx, n.turn(s)); err != nil {
 		return c, err
 	}
+	n.writing.Lock()
+	defer n.writing.Unlock()
 	own, err := claimAndAcquire(ctx, c.be, had, func(claim subnet.Claim) (subnet.Lease, error) { return n.store.Acquire(ctx, cfg, claim) })
 	if err == nil {
 		c.own = &own

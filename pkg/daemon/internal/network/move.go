@@ -115,16 +115,10 @@ func (n *Network) attend(ctx context.Context, s *session, changed <-chan underla
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	prepared := make(chan *change, 1)
-	if now := n.last(); !now.Recalled {
+	if !n.last().Recalled {
 		published := make(chan struct{})
 		group.Go(func() error { return ended(ctx, n.store.Watch(ctx, s.syncer.Publish)) })
-		group.Go(func() error {
-			defer close(published)
-			if now.Stored == nil { // the store has this host's lease as it is
-				return nil
-			}
-			return ended(ctx, n.publish(ctx, s))
-		})
+		group.Go(func() error { return ended(ctx, n.keepPublished(ctx, s, published)) })
 		group.Go(func() error {
 			c, err := n.awaitChange(ctx, s, published)
 			if c != nil {

@@ -19,6 +19,52 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
+// keepPublished makes the store have this host's lease as it is, at the start of s and whenever the backend has other data
+// for it, until ctx ends. It closes published after the start. It returns ErrLeaseLost, wrapped, like publish.
+func (n *Network) keepPublished(ctx context.Context, s *session, published chan<- struct{}) error {
+	var err error
+	if n.last().Stored != nil {
+		err = n.publish(ctx, s)
+	}
+	close(published)
+	if err != nil {
+		return err
+	}
+
+	failed := false // only the first failure is logged
+	for {
+		if !s.behind {
+			select {
+			case <-s.republish:
+				s.behind = true
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		}
+		pause := n.turn(s)
+		if failed {
+			pause = n.retryTime() // a store that does not answer must not get a call for each change
+		}
+		if err := wait.For(ctx, pause); err != nil {
+			return err
+		}
+
+		err := n.republish(ctx, s)
+		if errors.Is(err, subnet.ErrLeaseLost) {
+			return err
+		}
+		switch {
+		case err == nil:
+		case ctx.Err() != nil: // the store may have the new data, so the next session writes its own
+			n.state.Update((*lastknown.State).Differ)
+		case !failed:
+			klog.FromContext(ctx).Error(err, "cannot publish this host's lease as it is now")
+		}
+		failed = err != nil
+		s.behind = failed
+	}
+}
+
 // publish writes this host's lease with its new addresses and data to the store. It returns
 // ErrLeaseLost, wrapped, if the store has another key or other subnets for this host. It compares
 // the subnets too, because the same key may get other subnets.
@@ -65,8 +111,8 @@ func (n *Network) write(ctx context.Context, cfg subnet.Config, own subnet.Lease
 	return nil
 }
 
-// republishTimeout limits the time for publishing changed data of this host's lease. Meanwhile the network
-// does not notice a changed configuration.
+// republishTimeout limits the time for publishing changed data of this host's lease. Meanwhile the network cannot take
+// another lease.
 const republishTimeout = 30 * time.Second
 
 // republish writes this host's lease with the data that the backend has by now, while s goes on. If the data
@@ -75,7 +121,12 @@ const republishTimeout = 30 * time.Second
 func (n *Network) republish(ctx context.Context, s *session) error {
 	ctx, cancel := context.WithTimeout(ctx, republishTimeout)
 	defer cancel()
+	n.writing.Lock()
+	defer n.writing.Unlock()
 	now := n.last()
+	if now.Stored != nil {
+		return errors.New("another lease is given back first")
+	}
 	claim, err := s.be.Claim(ctx, now.Own.Claim())
 	if err != nil {
 		return err

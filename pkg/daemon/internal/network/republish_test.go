@@ -133,6 +133,39 @@ func TestRepublishKeepsTheBackends(t *testing.T) {
 	n.stopServing()
 }
 
+// TestRepublishWaitsForALease checks that republish writes nothing while the store has a lease that was taken for another
+// configuration. Otherwise the host would change to a subnet that the store does not have for it any more.
+func TestRepublishWaitsForALease(t *testing.T) {
+	n, s, be := publishing(t)
+	n.state.Update(func(now *lastknown.State) { now.Stored = &subnet.Lease{Key: "other"} })
+	be.data.Store(new("2"))
+	store := &recorder{key: "own"}
+	n.store = store
+	if err := n.republish(t.Context(), s); err == nil || len(store.written) > 0 {
+		t.Errorf("republish returned %v and wrote %q, want an error and nothing written", err, store.written)
+	}
+	n.stopServing()
+}
+
+// TestRepublishIsInterrupted ends work while the store does not answer. It may have the changed data, so the next session
+// must publish its own.
+func TestRepublishIsInterrupted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		n, s, be := publishing(t)
+		be.data.Store(new("2"))
+		be.asked.Send()
+		if next, err := n.work(ctx, ctx, s, nil); next != nil || err != nil {
+			t.Errorf("work returned %v, %v", next, err)
+		}
+		if n.last().Stored == nil {
+			t.Error("the store counts as having this host's lease as it is")
+		}
+		n.stopServing()
+	})
+}
+
 // TestRepublishGoesOn ends work before it has published changed data, as a change of the traffic rules
 // does, and calls it again for the same session. The second call must publish the data.
 func TestRepublishGoesOn(t *testing.T) {
