@@ -31,7 +31,8 @@ func (n *Network) follow(ctx context.Context, s *session) error {
 }
 
 // followUntilChange is follow for one configuration. It returns the change to another one, or nil if ctx has ended, or
-// with an error.
+// with an error. If the external interface changes, it ends the session and starts another one, which goes on with the
+// state of the ended one and lasts until ctx ends.
 func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, error) {
 	now := n.last()
 	changed := make(chan underlay.Interface, 1) // the latest one, unless it was received
@@ -51,7 +52,16 @@ func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, e
 		n.followStore(attending, group, now.Own)
 	}
 
-	next, err := n.work(ctx, attending, s, changed)
+	var next *change
+	var err error
+	for next == nil && err == nil && attending.Err() == nil {
+		var to *underlay.Interface
+		to, next, err = n.attend(attending, s, changed)
+		if to != nil && err == nil && attending.Err() == nil {
+			s, err = n.move(ctx, attending, s, *to, changed)
+			err = ended(attending, err)
+		}
+	}
 	stop()
 	return next, cmp.Or(err, group.Wait())
 }
@@ -87,22 +97,6 @@ func (n *Network) observe(ctx context.Context, store subnet.Observer, own subnet
 		klog.FromContext(ctx).Error(err, "cannot record that the store has the network configuration: a deletion while this host is down may not be noticed")
 	case seen != subnet.Observation{}:
 		n.state.Update(func(now *lastknown.State) { now.Seen = seen })
-	}
-}
-
-// work keeps the network up to date, beginning with session s, until attending ends or the network can change
-// to another configuration. It then returns the change, which is nil if attending has ended, and leaves the last
-// session running. If the external interface changes, work ends the session and starts another one, which goes on
-// with the state of the ended one and lasts until ctx ends.
-func (n *Network) work(ctx, attending context.Context, s *session, changed <-chan underlay.Interface) (*change, error) {
-	for {
-		to, next, err := n.attend(attending, s, changed)
-		if to == nil || err != nil || attending.Err() != nil {
-			return next, err
-		}
-		if s, err = n.move(ctx, attending, s, *to, changed); err != nil {
-			return nil, ended(attending, err)
-		}
 	}
 }
 

@@ -89,9 +89,9 @@ func TestRepublish(t *testing.T) {
 					be.data.Store(new("2"))
 					be.asked.Send()
 				})
-				next, err := n.work(ctx, ctx, s, nil)
+				next, err := followUplink(ctx, n, s, nil)
 				if next != nil || !errors.Is(err, tt.err) {
-					t.Errorf("work returned %v, %v, want %v", next, err, tt.err)
+					t.Errorf("the network returned %v, %v, want %v", next, err, tt.err)
 				}
 				if len(tt.store.written) != tt.written || tt.store.written[0] != "2" {
 					t.Errorf("the store got %q, want the changed data once", tt.store.written)
@@ -156,8 +156,8 @@ func TestRepublishIsInterrupted(t *testing.T) {
 		n, s, be := publishing(t)
 		be.data.Store(new("2"))
 		be.asked.Send()
-		if next, err := n.work(ctx, ctx, s, nil); next != nil || err != nil {
-			t.Errorf("work returned %v, %v", next, err)
+		if next, err := followUplink(ctx, n, s, nil); next != nil || err != nil {
+			t.Errorf("the network returned %v, %v", next, err)
 		}
 		if n.last().Stored == nil {
 			t.Error("the store counts as having this host's lease as it is")
@@ -177,8 +177,8 @@ func TestRepublishGoesOn(t *testing.T) {
 		be.asked.Send()
 		for range 2 {
 			ctx, cancel := context.WithTimeout(t.Context(), refusedPause/4) // less than the pause after a failure
-			if next, err := n.work(ctx, ctx, s, nil); next != nil || err != nil {
-				t.Errorf("work returned %v, %v", next, err)
+			if next, err := followUplink(ctx, n, s, nil); next != nil || err != nil {
+				t.Errorf("the network returned %v, %v", next, err)
 			}
 			cancel()
 		}
@@ -205,8 +205,8 @@ func TestRepublishPause(t *testing.T) {
 				be.asked.Send()
 			}
 		}()
-		if next, err := n.work(ctx, ctx, s, nil); next != nil || err != nil {
-			t.Errorf("work returned %v, %v", next, err)
+		if next, err := followUplink(ctx, n, s, nil); next != nil || err != nil {
+			t.Errorf("the network returned %v, %v", next, err)
 		}
 		if made := calls - store.failures; made < 2 || made > 5 {
 			t.Errorf("the store got %d calls in %v, want one after each pause", made, 2*refusedPause)

@@ -88,6 +88,11 @@ func (silent) Watch(ctx context.Context, _ func(subnet.Update)) error {
 	return ctx.Err()
 }
 
+func (silent) Keep(ctx context.Context, _ subnet.Lease) error {
+	<-ctx.Done()
+	return ctx.Err()
+}
+
 func (silent) Acquire(ctx context.Context, _ subnet.Config, _ subnet.Claim) (subnet.Lease, error) {
 	<-ctx.Done()
 	return subnet.Lease{}, ctx.Err()
@@ -132,6 +137,21 @@ func networkOn(t *testing.T, be starter, from underlay.Interface) (*Network, *se
 	return n, s
 }
 
+// followUplink is followUntilChange with an external interface whose changes are received from changed.
+func followUplink(ctx context.Context, n *Network, s *session, changed <-chan underlay.Interface) (*change, error) {
+	n.watchUplink = func(ctx context.Context, _ underlay.Options, _ underlay.Interface, send func(underlay.Interface), _ func(error)) error {
+		for {
+			select {
+			case i := <-changed:
+				send(i)
+			case <-ctx.Done():
+				return nil
+			}
+		}
+	}
+	return n.followUntilChange(ctx, s)
+}
+
 // drawn returns a function for Progress.entered after the phase last. It fails the test if the drawing has no way to a phase.
 func drawn(t *testing.T, last Phase) func(Phase) {
 	return func(now Phase) {
@@ -157,13 +177,13 @@ func TestStopWhileMoving(t *testing.T) {
 		changed <- link(1400, "192.0.2.1")
 		ended := make(chan error, 1)
 		go func() {
-			_, err := n.work(ctx, ctx, s, changed)
+			_, err := followUplink(ctx, n, s, changed)
 			n.stopServing()
 			ended <- err
 		}()
 		synctest.Wait()
 		if !closing || len(ended) > 0 {
-			t.Errorf("the network closes: %v, work has ended: %v", closing, len(ended) > 0)
+			t.Errorf("the network closes: %v, it has ended: %v", closing, len(ended) > 0)
 		}
 		close(closed)
 		if err := <-ended; err != nil {
@@ -196,7 +216,7 @@ func TestUplinkOfAnotherHost(t *testing.T) {
 				done := make(chan struct{})
 				go func() {
 					defer close(done)
-					_, _ = n.work(ctx, ctx, s, changed)
+					_, _ = followUplink(ctx, n, s, changed)
 					n.stopServing()
 				}()
 				synctest.Wait()
@@ -283,8 +303,8 @@ func TestMoveWhileAChangeIsPrepared(t *testing.T) {
 		n.config.apply(ctx, []byte("other"))
 		changed := make(chan underlay.Interface, 1)
 		n.store = &late{asked: func() { changed <- link(1400, "192.0.2.1") }, leases: []subnet.Lease{{Key: "10.6.1.0-24"}}}
-		if next, err := n.work(ctx, ctx, s, changed); next != nil || err != nil {
-			t.Errorf("work returns %v, %v", next, err)
+		if next, err := followUplink(ctx, n, s, changed); next != nil || err != nil {
+			t.Errorf("the network returns %v, %v", next, err)
 		}
 		n.stopServing()
 		now, _ := n.state.Get()
@@ -330,7 +350,7 @@ func TestStatusWhileMoving(t *testing.T) {
 		changed <- link(1300, "192.0.2.1")
 		ended := make(chan error, 1)
 		go func() {
-			_, err := n.work(ctx, ctx, s, changed)
+			_, err := followUplink(ctx, n, s, changed)
 			n.stopServing()
 			ended <- err
 		}()
