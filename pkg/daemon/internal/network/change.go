@@ -77,8 +77,13 @@ func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan 
 		case <-step:
 			stepping = true
 		case <-s.reclaim:
-			if next := n.prepareClaim(ctx); next != nil {
+			now := n.last()
+			next, err := n.prepareChange(ctx, s, now.Config, published)
+			if err == nil && !reflect.DeepEqual(next.claim, now.Own.Claim()) {
 				return next, nil
+			}
+			if err != nil { // the backend's network asks again
+				klog.FromContext(ctx).Error(err, "cannot publish more data in this host's lease")
 			}
 			stepping = true
 		}
@@ -104,25 +109,6 @@ func (n *Network) wanted(step bool) (cfg *subnet.Config, changed <-chan struct{}
 // withdrawal is how long a host that has withdrawn the data of its next backend waits before it starts a changed one.
 // Until then its peers must have read that, or their packets to a device that changes are lost.
 const withdrawal = 30 * time.Second
-
-// prepareClaim returns a change to the same configuration with another claim. It returns nil if the
-// claim is the same, or if it fails, which it logs.
-func (n *Network) prepareClaim(ctx context.Context) *change {
-	now := n.last()
-	c := &change{config: now.Config, same: true, iface: now.Interface}
-	var err error
-	if c.be, _, err = n.catalog.New(n.env(c.iface, c.config)); err == nil {
-		c.claim, err = c.be.Claim(ctx, now.Own.Claim())
-	}
-	if err != nil { // the backend's network asks again
-		klog.FromContext(ctx).Error(err, "cannot publish more data in this host's lease")
-		return nil
-	}
-	if reflect.DeepEqual(c.claim, now.Own.Claim()) {
-		return nil
-	}
-	return c
-}
 
 // errSuperseded ends the preparation of a configuration because the store has another one.
 var errSuperseded = errors.New("the store has another configuration")
@@ -162,11 +148,11 @@ func (n *Network) prepareUnless(ctx context.Context, changed <-chan struct{}, s 
 }
 
 // prepareChange obtains what the change to cfg needs. It changes nothing on the host. If the subnets
-// of s do not fit cfg, it makes the store exchange the lease of s for one with other subnets. Even with an
-// error the devices of cfg may be locked.
+// of s do not fit cfg, it makes the store exchange the lease of s for one with other subnets. If cfg is the present
+// configuration, only the claim may change. Even with an error the devices of cfg may be locked.
 func (n *Network) prepareChange(ctx context.Context, s *session, cfg subnet.Config, published <-chan struct{}) (c *change, err error) {
 	now := n.last()
-	c = &change{config: cfg, iface: now.Interface}
+	c = &change{config: cfg, same: len(subnet.Changes(now.Config, cfg)) == 0, iface: now.Interface}
 	if !sameFamilies(cfg, now.Config) {
 		if c.iface, err = n.chooseUplink(ctx, n.underlayOptions(cfg, now.PublicIPs), 0); err != nil {
 			return c, err
@@ -176,8 +162,8 @@ func (n *Network) prepareChange(ctx context.Context, s *session, cfg subnet.Conf
 		return c, err
 	}
 
-	fits := n.fits(cfg, now.Own)
-	if fits && sameForwarding(now.Config, cfg) {
+	fits := c.same || n.fits(cfg, now.Own)
+	if fits && !c.same && sameForwarding(now.Config, cfg) {
 		return c, nil
 	}
 

@@ -153,7 +153,7 @@ func TestChangeThatIsNotFree(t *testing.T) {
 		}
 		other := n.last().Config
 		other.Networks = []subnet.Network{{Prefix: netip.MustParsePrefix("10.6.0.0/16")}}
-		s, err := n.change(t.Context(), s, &change{config: other, iface: link(1500, "192.0.2.1"), be: be})
+		_, err := n.change(t.Context(), s, &change{config: other, iface: link(1500, "192.0.2.1"), be: be})
 		if err != nil {
 			t.Fatal(err)
 		}
