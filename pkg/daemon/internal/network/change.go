@@ -218,7 +218,7 @@ func sameForwarding(from, to subnet.Config) bool {
 }
 
 // change makes the network use another configuration, and returns its session. If the backend does
-// not start, the network goes back to the former configuration.
+// not start, change returns s, which has ended, and with it the network goes back to the former configuration.
 func (n *Network) change(ctx context.Context, s *session, c *change) (*session, error) {
 	if c.be == nil {
 		n.state.Update(func(now *lastknown.State) { now.Config = c.config })
@@ -247,7 +247,8 @@ func (n *Network) change(ctx context.Context, s *session, c *change) (*session, 
 	} else {
 		n.config.giveUp(ctx, c.config, err)
 	}
-	return n.goBack(ctx, before)
+	n.restore(s, before)
+	return s, nil
 }
 
 // changed records and logs that the network uses the configuration of c from now on.
@@ -296,16 +297,10 @@ func (n *Network) serveChanged(ctx context.Context, before lastknown.State, c *c
 	return n.serve(ctx, c.be, func(to *lastknown.State) { *to = now })
 }
 
-// goBack starts a session from before, the state before a change that has failed, and repeats that until it succeeds or
-// ctx ends. The session takes the subnets of before again if the host has taken others for the change.
-func (n *Network) goBack(ctx context.Context, before lastknown.State) (*session, error) {
-	return n.restart(ctx, "cannot go back to the former network configuration, trying again", func() (*session, error) {
-		be, _, err := n.catalog.New(n.env(before.Interface, before.Config))
-		if err != nil {
-			return nil, err
-		}
-		failed := n.last() // Former contains the configuration of the change if the change has begun
-		before.Former, before.Rules = n.leftBehind(failed, be), failed.FormerNetworks(before.Config)
-		return n.serve(ctx, be, func(now *lastknown.State) { *now = before })
-	})
+// restore makes before the state again, after a change from it that has not started. s is the last session, which has ended.
+func (n *Network) restore(s *session, before lastknown.State) {
+	failed := n.last() // Former contains the configuration of the change if the change has begun
+	before.Former = n.leftBehind(failed, s.be)
+	before.Rules = failed.FormerNetworks(before.Config)
+	n.state.Change(func(now *lastknown.State) { *now = before })
 }

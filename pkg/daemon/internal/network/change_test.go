@@ -139,9 +139,12 @@ func TestStateDuringAChange(t *testing.T) {
 // network.
 func TestChangeThatIsNotFree(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
 		var started []int
 		be := starter{close: func() {}, start: func(env backend.Env) error {
 			started = append(started, len(env.Config.Networks))
+			cancel()
 			return nil
 		}}
 		n, s := networkOn(t, be, link(1500, "192.0.2.1"))
@@ -153,9 +156,12 @@ func TestChangeThatIsNotFree(t *testing.T) {
 		}
 		other := n.last().Config
 		other.Networks = []subnet.Network{{Prefix: netip.MustParsePrefix("10.6.0.0/16")}}
-		_, err := n.change(t.Context(), s, &change{config: other, iface: link(1500, "192.0.2.1"), be: be})
+		s, err := n.change(ctx, s, &change{config: other, iface: link(1500, "192.0.2.1"), be: be})
 		if err != nil {
 			t.Fatal(err)
+		}
+		if next, err := followUplink(ctx, n, s, nil); next != nil || err != nil {
+			t.Errorf("the network returns %v, %v", next, err)
 		}
 		defer n.stopServing()
 		now, _ := n.state.Get()

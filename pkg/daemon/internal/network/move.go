@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"reflect"
 	"slices"
 
 	"golang.org/x/sync/errgroup"
@@ -31,8 +32,8 @@ func (n *Network) follow(ctx context.Context, s *session) error {
 }
 
 // followUntilChange is follow for one configuration. It returns the change to another one, or nil if ctx has ended, or
-// with an error. If the external interface changes, it ends the session and starts another one, which goes on with the
-// state of the ended one and lasts until ctx ends.
+// with an error. If the external interface changes, it ends the session. It starts another one after each session that has
+// ended, which goes on with the state of the ended one and lasts until ctx ends.
 func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, error) {
 	now := n.last()
 	changed := make(chan underlay.Interface, 1) // the latest one, unless it was received
@@ -54,14 +55,17 @@ func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, e
 
 	var next *change
 	var err error
+	if s.ended() && ctx.Err() == nil {
+		s, err = n.serveAgain(ctx, attending, s, "cannot go back to the former network configuration, trying again", now.Interface, changed)
+	}
 	for next == nil && err == nil && attending.Err() == nil {
 		var to *underlay.Interface
 		to, next, err = n.attend(attending, s, changed)
 		if to != nil && err == nil && attending.Err() == nil {
 			s, err = n.move(ctx, attending, s, *to, changed)
-			err = ended(attending, err)
 		}
 	}
+	err = ended(attending, err)
 	stop()
 	return next, cmp.Or(err, group.Wait())
 }
@@ -138,22 +142,32 @@ func (n *Network) attend(ctx context.Context, s *session, changed <-chan underla
 	return to, nil, err
 }
 
-// move ends s and returns a session on another or changed external interface, which lasts until
-// ctx ends. The kernel stays unchanged in between. move gives up when attending ends.
+// move ends s and returns a session on another or changed external interface. The kernel stays unchanged in between.
 func (n *Network) move(ctx, attending context.Context, s *session, to underlay.Interface, changed <-chan underlay.Interface) (*session, error) {
 	n.reconnect(ctx, n.last().Interface, to)
 	n.progress.enter(PhaseMoving)
 	s.leave(ctx)
+	return n.serveAgain(ctx, attending, s, "the changed external interface cannot be used yet", to, changed)
+}
+
+// serveAgain starts a session on interface to, or on the latest one in changed, after s has ended. It tries until it
+// succeeds or attending ends, and logs errors with the message what. The session lasts until ctx ends.
+func (n *Network) serveAgain(ctx, attending context.Context, s *session, what string, to underlay.Interface, changed <-chan underlay.Interface) (next *session, err error) {
 	peers := s.ledger.State()
-	return n.restart(attending, "the changed external interface cannot be used yet", func() (*session, error) {
+	err = retry(attending, what, func() (err error) {
 		select {
 		case newer := <-changed:
 			n.reconnect(ctx, to, newer)
 			to = newer
 		default:
 		}
-		return n.serveOn(ctx, to, peers)
+		if next, err = n.serveOn(ctx, to, peers); err != nil {
+			n.ready.health.Beat()
+			n.ready.report(partDatapath, err)
+		}
+		return err
 	})
+	return next, err
 }
 
 // reconnect makes the store reconnect if an address has changed. That cannot wait for a session, because packets from
@@ -165,8 +179,8 @@ func (n *Network) reconnect(ctx context.Context, from, to underlay.Interface) {
 	klog.FromContext(ctx).Info("the external interface has changed", "name", to.Name, "index", to.Index, "mtu", to.MTU, "addresses", describe(to), "reason", to.Reason)
 }
 
-// serveOn starts a session on interface to. It keeps this host's subnets and backend data,
-// and uses the new public addresses.
+// serveOn starts a session on interface to. It keeps this host's subnets and backend data, and uses the public addresses of
+// another interface.
 func (n *Network) serveOn(ctx context.Context, to underlay.Interface, peers subnet.LedgerState) (*session, error) {
 	now := n.last() // the lease may have been renewed, and Former cleared, since the last session began
 	if now.Recalled && now.Interface.Index == 0 {
@@ -179,16 +193,21 @@ func (n *Network) serveOn(ctx context.Context, to underlay.Interface, peers subn
 	if err != nil {
 		return nil, err
 	}
-	claim, err := be.Claim(ctx, now.Own.Claim())
-	if err != nil {
-		return nil, err
+	claim := now.Own.Claim()
+	moves := !reflect.DeepEqual(to, now.Interface)
+	if moves {
+		if claim, err = be.Claim(ctx, claim); err != nil {
+			return nil, err
+		}
 	}
 	return n.serve(ctx, be, func(now *lastknown.State) {
 		now.Peers = peers
 		now.Fresh = nil
-		now.Differ()
-		now.Interface = to
-		now.Own.NextType = claim.NextType
-		now.Own.Endpoints = claim.Endpoints
+		if moves {
+			now.Differ()
+			now.Interface = to
+			now.Own.NextType = claim.NextType
+			now.Own.Endpoints = claim.Endpoints
+		}
 	})
 }

@@ -171,8 +171,8 @@ func (n *Network) startAndServe(ctx context.Context) error {
 }
 
 // serveFirst starts the first session with the store's answers. If that session does not start, and
-// there was a session from the last known state with another configuration, serveFirst goes back to
-// the configuration of the last known state.
+// there was a session from the last known state with another configuration, serveFirst returns that session, like
+// change.
 func (n *Network) serveFirst(ctx context.Context, before lastknown.State, first *change) (*session, error) {
 	differs := n.differs(first.config)
 	former := n.last()
@@ -186,11 +186,11 @@ func (n *Network) serveFirst(ctx context.Context, before lastknown.State, first 
 	if !errors.Is(err, ownership.ErrInUse) { // after ErrInUse the network tries again: another process may release the device
 		n.config.giveUp(ctx, first.config, err)
 	}
-	former.Peers = before.Peers
-	former.Fresh = nil
 	former.Recalled = false
 	former.Stored = first.own
-	return n.goBack(ctx, former)
+	s = n.serving.Load()
+	n.restore(s, former)
+	return s, nil
 }
 
 // Configure tells the network the text of the configuration in the store. It is for one of several

@@ -237,19 +237,6 @@ func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease, fre
 	return n, oneline.Join(err, failed)
 }
 
-// restart calls start, which starts a session after another one has ended, until it succeeds or ctx ends. It logs errors
-// with the message what.
-func (n *Network) restart(ctx context.Context, what string, start func() (*session, error)) (s *session, err error) {
-	err = retry(ctx, what, func() (err error) {
-		if s, err = start(); err != nil {
-			n.ready.health.Beat()
-			n.ready.report(partDatapath, err)
-		}
-		return err
-	})
-	return s, err
-}
-
 // stopServing ends the present session, if there is one.
 func (n *Network) stopServing() {
 	if s := n.serving.Load(); s != nil {
@@ -309,6 +296,16 @@ func (s *session) phase(now lastknown.State) Phase {
 		return PhaseRetiring
 	}
 	return PhaseServing
+}
+
+// ended reports whether the session has ended.
+func (s *session) ended() bool {
+	select {
+	case <-s.done:
+		return true
+	default:
+		return false
+	}
 }
 
 // stop ends the session and waits for its end. It may be called twice.
