@@ -36,18 +36,13 @@ func (n *Network) follow(ctx context.Context, s *session) error {
 // ended, which goes on with the state of the ended one and lasts until ctx ends.
 func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, error) {
 	now := n.last()
-	changed := make(chan underlay.Interface, 1) // the latest one, unless it was received
+	up := &uplink{now: now.Interface, later: make(chan underlay.Interface, 1)}
+	options := n.underlayOptions(now.Config, now.PublicIPs)
 	attending, stop := context.WithCancel(ctx)
 	defer stop()
 	group, attending := errgroup.WithContext(attending)
 	group.Go(func() error {
-		return n.watchUplink(attending, n.underlayOptions(now.Config, now.PublicIPs), now.Interface, func(i underlay.Interface) {
-			select {
-			case <-changed:
-			default:
-			}
-			changed <- i
-		}, func(err error) { n.ready.report(partInterface, err) })
+		return n.watchUplink(attending, options, up.now, up.send, func(err error) { n.ready.report(partInterface, err) })
 	})
 	if !now.Recalled {
 		n.followStore(attending, group, now.Own)
@@ -56,18 +51,32 @@ func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, e
 	var next *change
 	var err error
 	if s.ended() && ctx.Err() == nil {
-		s, err = n.serveAgain(ctx, attending, s, "cannot go back to the former network configuration, trying again", now.Interface, changed)
+		s, err = n.serveAgain(ctx, attending, s, up, "cannot go back to the former network configuration, trying again")
 	}
 	for next == nil && err == nil && attending.Err() == nil {
-		var to *underlay.Interface
-		to, next, err = n.attend(attending, s, changed)
-		if to != nil && err == nil && attending.Err() == nil {
-			s, err = n.move(ctx, attending, s, *to, changed)
+		var moved bool
+		moved, next, err = n.attend(attending, s, up)
+		if moved && err == nil && attending.Err() == nil {
+			s, err = n.move(ctx, attending, s, up)
 		}
 	}
 	err = ended(attending, err)
 	stop()
 	return next, cmp.Or(err, group.Wait())
+}
+
+// uplink is the external interface that the network should use.
+type uplink struct {
+	now   underlay.Interface
+	later chan underlay.Interface // has the latest one, if that is not now
+}
+
+func (u *uplink) send(i underlay.Interface) {
+	select {
+	case <-u.later:
+	default:
+	}
+	u.later <- i
 }
 
 // followStore makes group keep this host's lease own, and follow the configuration in the store, unless Manager.Watch
@@ -106,9 +115,9 @@ func (n *Network) observe(ctx context.Context, store subnet.Observer, own subnet
 
 // attend passes the leases of other hosts to s, and this host's lease to the store, until ctx
 // ends, the external interface changes, or the network can change to another configuration.
-// It returns the changed interface or the change, and nil for the other one. While s uses the last known
+// moved is set if the interface has changed, and next if there is a change. While s uses the last known
 // state, attend only waits for the interface.
-func (n *Network) attend(ctx context.Context, s *session, changed <-chan underlay.Interface) (to *underlay.Interface, next *change, err error) {
+func (n *Network) attend(ctx context.Context, s *session, up *uplink) (moved bool, next *change, err error) {
 	group, ctx := errgroup.WithContext(ctx)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -128,40 +137,39 @@ func (n *Network) attend(ctx context.Context, s *session, changed <-chan underla
 
 	select {
 	case <-ctx.Done():
-	case i := <-changed:
-		to = &i
+	case up.now = <-up.later:
+		moved = true
 	case next = <-prepared:
 	}
 
 	cancel()
 	err = group.Wait()
-	if to == nil {
-		return nil, next, err
+	if moved {
+		n.claimOnly(s.be) // a change may have been prepared for the former interface
 	}
-	n.claimOnly(s.be) // a change may have been prepared for the former interface
-	return to, nil, err
+	return moved, next, err
 }
 
 // move ends s and returns a session on another or changed external interface. The kernel stays unchanged in between.
-func (n *Network) move(ctx, attending context.Context, s *session, to underlay.Interface, changed <-chan underlay.Interface) (*session, error) {
-	n.reconnect(ctx, n.last().Interface, to)
+func (n *Network) move(ctx, attending context.Context, s *session, up *uplink) (*session, error) {
+	n.reconnect(ctx, n.last().Interface, up.now)
 	n.progress.enter(PhaseMoving)
 	s.leave(ctx)
-	return n.serveAgain(ctx, attending, s, "the changed external interface cannot be used yet", to, changed)
+	return n.serveAgain(ctx, attending, s, up, "the changed external interface cannot be used yet")
 }
 
-// serveAgain starts a session on interface to, or on the latest one in changed, after s has ended. It tries until it
-// succeeds or attending ends, and logs errors with the message what. The session lasts until ctx ends.
-func (n *Network) serveAgain(ctx, attending context.Context, s *session, what string, to underlay.Interface, changed <-chan underlay.Interface) (next *session, err error) {
+// serveAgain starts a session on the external interface after s has ended. It tries until it succeeds or attending ends,
+// and logs errors with the message what. The session lasts until ctx ends.
+func (n *Network) serveAgain(ctx, attending context.Context, s *session, up *uplink, what string) (next *session, err error) {
 	peers := s.ledger.State()
 	err = retry(attending, what, func() (err error) {
 		select {
-		case newer := <-changed:
-			n.reconnect(ctx, to, newer)
-			to = newer
+		case newer := <-up.later:
+			n.reconnect(ctx, up.now, newer)
+			up.now = newer
 		default:
 		}
-		if next, err = n.serveOn(ctx, to, peers); err != nil {
+		if next, err = n.serveOn(ctx, up.now, peers); err != nil {
 			n.ready.health.Beat()
 			n.ready.report(partDatapath, err)
 		}

@@ -78,7 +78,7 @@ type Network struct {
 	progress *Progress
 	labelled atomic.Pointer[string]  // location of this host according to the store; nil before it was read
 	serving  atomic.Pointer[session] // the last session that was started; nil before the first and after leaveLast
-	writing  sync.Mutex              // held by the goroutine that writes this host's lease to the store while a session serves
+	writing  sync.Mutex              // held by the goroutine that writes this host's lease while a session serves
 	surroundings
 }
 
