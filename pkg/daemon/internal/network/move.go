@@ -50,14 +50,11 @@ func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, e
 
 	var next *change
 	var err error
-	if s.ended() && ctx.Err() == nil {
-		s, err = n.serveAgain(ctx, attending, s, up, "cannot go back to the former network configuration, trying again")
-	}
 	for next == nil && err == nil && attending.Err() == nil {
-		var moved bool
-		moved, next, err = n.attend(attending, s, up)
-		if moved && err == nil && attending.Err() == nil {
-			s, err = n.move(ctx, attending, s, up)
+		if s.ended() {
+			s, err = n.serveAgain(ctx, attending, s, up)
+		} else {
+			next, err = n.attend(attending, s, up)
 		}
 	}
 	err = ended(attending, err)
@@ -113,54 +110,54 @@ func (n *Network) observe(ctx context.Context, store subnet.Observer, own subnet
 	}
 }
 
-// attend passes the leases of other hosts to s, and this host's lease to the store, until ctx
-// ends, the external interface changes, or the network can change to another configuration.
-// moved is set if the interface has changed, and next if there is a change. While s uses the last known
-// state, attend only waits for the interface.
-func (n *Network) attend(ctx context.Context, s *session, up *uplink) (moved bool, next *change, err error) {
-	group, ctx := errgroup.WithContext(ctx)
-	ctx, cancel := context.WithCancel(ctx)
+// attend passes the leases of other hosts to s, and this host's lease to the store, until ctx ends, the external
+// interface changes, or the network can change to another configuration. It returns that change. It ends s if the
+// interface has changed. While s uses the last known state, attend only waits for the interface.
+func (n *Network) attend(ctx context.Context, s *session, up *uplink) (next *change, err error) {
+	group, working := errgroup.WithContext(ctx)
+	working, cancel := context.WithCancel(working)
 	defer cancel()
 	prepared := make(chan *change, 1)
 	if !n.last().Recalled {
 		published := make(chan struct{})
-		group.Go(func() error { return ended(ctx, n.store.Watch(ctx, s.syncer.Publish)) })
-		group.Go(func() error { return ended(ctx, n.keepPublished(ctx, s, published)) })
+		group.Go(func() error { return ended(working, n.store.Watch(working, s.syncer.Publish)) })
+		group.Go(func() error { return ended(working, n.keepPublished(working, s, published)) })
 		group.Go(func() error {
-			c, err := n.awaitChange(ctx, s, published)
+			c, err := n.awaitChange(working, s, published)
 			if c != nil {
 				prepared <- c
 			}
-			return ended(ctx, err)
+			return ended(working, err)
 		})
 	}
 
+	moved := false
 	select {
-	case <-ctx.Done():
+	case <-working.Done():
 	case up.now = <-up.later:
 		moved = true
 	case next = <-prepared:
 	}
 
 	cancel()
-	err = group.Wait()
-	if moved {
+	if err = group.Wait(); err == nil && ctx.Err() == nil && moved {
 		n.claimOnly(s.be) // a change may have been prepared for the former interface
+		n.reconnect(ctx, n.last().Interface, up.now)
+		n.progress.enter(PhaseMoving)
+		s.leave(ctx)
 	}
-	return moved, next, err
+	return next, err
 }
 
-// move ends s and returns a session on another or changed external interface. The kernel stays unchanged in between.
-func (n *Network) move(ctx, attending context.Context, s *session, up *uplink) (*session, error) {
-	n.reconnect(ctx, n.last().Interface, up.now)
-	n.progress.enter(PhaseMoving)
-	s.leave(ctx)
-	return n.serveAgain(ctx, attending, s, up, "the changed external interface cannot be used yet")
-}
+// serveAgain starts a session after s has ended, because the external interface has changed or another configuration did
+// not start. It tries until it succeeds or attending ends. The kernel stays unchanged until then. The session lasts until
+// ctx ends.
+func (n *Network) serveAgain(ctx, attending context.Context, s *session, up *uplink) (next *session, err error) {
+	what := "cannot go back to the former network configuration, trying again"
+	if n.progress.Phase() == PhaseMoving {
+		what = "the changed external interface cannot be used yet"
+	}
 
-// serveAgain starts a session on the external interface after s has ended. It tries until it succeeds or attending ends,
-// and logs errors with the message what. The session lasts until ctx ends.
-func (n *Network) serveAgain(ctx, attending context.Context, s *session, up *uplink, what string) (next *session, err error) {
 	peers := s.ledger.State()
 	err = retry(attending, what, func() (err error) {
 		select {
