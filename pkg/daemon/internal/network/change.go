@@ -22,6 +22,7 @@ import (
 // change is another network configuration, or another claim with the same configuration, and everything
 // that the network needs to use it.
 type change struct {
+	before lastknown.State // that of the last session, set when it has ended, or that of the last process
 	config subnet.Config
 	same   bool // the configuration stays the present one, and only the claim changes
 	iface  underlay.Interface
@@ -230,10 +231,10 @@ func (n *Network) change(ctx context.Context, s *session, c *change) (*session, 
 	pause := n.turn(s)
 	n.progress.enter(PhaseChanging)
 	s.leave(ctx)
-	before := n.last() // only now, because the session may have cleared Former before its end
-	before.Peers = s.ledger.State()
-	before.Fresh = nil
-	next, err := n.serveChanged(ctx, before, c)
+	c.before = n.last() // only now, because the session may have cleared Former before its end
+	c.before.Peers = s.ledger.State()
+	c.before.Fresh = nil
+	next, err := n.serveChanged(ctx, c)
 	if err == nil {
 		next.pause = pause
 		n.changed(ctx, c)
@@ -247,7 +248,7 @@ func (n *Network) change(ctx context.Context, s *session, c *change) (*session, 
 	} else {
 		n.config.giveUp(ctx, c.config, err)
 	}
-	n.restore(s, before)
+	n.restore(s, c)
 	return s, nil
 }
 
@@ -276,12 +277,12 @@ func (n *Network) changed(ctx context.Context, c *change) {
 	log.Info("the network uses the changed configuration", "networks", c.config.Prefixes())
 }
 
-// serveChanged starts a session with the configuration of c. before is the state that the last session
-// has left. The objects of the new session exist before those that only the last session needed are
-// removed.
-func (n *Network) serveChanged(ctx context.Context, before lastknown.State, c *change) (*session, error) {
-	now := before
-	now.Former, now.Rules = n.leftBehind(before, c.be), before.FormerNetworks(c.config)
+// serveChanged starts a session with the configuration of c. The objects of the new session exist before those that only
+// the last session needed are removed.
+func (n *Network) serveChanged(ctx context.Context, c *change) (*session, error) {
+	now := c.before
+	now.Former = n.leftBehind(c.before, c.be)
+	now.Rules = c.before.FormerNetworks(c.config)
 	now.Config = c.config
 	now.Interface = c.iface
 
@@ -297,10 +298,13 @@ func (n *Network) serveChanged(ctx context.Context, before lastknown.State, c *c
 	return n.serve(ctx, c.be, func(to *lastknown.State) { *to = now })
 }
 
-// restore makes before the state again, after a change from it that has not started. s is the last session, which has ended.
-func (n *Network) restore(s *session, before lastknown.State) {
-	failed := n.last() // Former contains the configuration of the change if the change has begun
-	before.Former = n.leftBehind(failed, s.be)
-	before.Rules = failed.FormerNetworks(before.Config)
-	n.state.Change(func(now *lastknown.State) { *now = before })
+// restore takes c back, which has not started. s is the last session, which has ended.
+func (n *Network) restore(s *session, c *change) {
+	failed := n.last() // Former contains the configuration of c if c has begun
+	former := n.leftBehind(failed, s.be)
+	n.state.Change(func(now *lastknown.State) {
+		*now = c.before
+		now.Former = former
+		now.Rules = failed.FormerNetworks(now.Config)
+	})
 }

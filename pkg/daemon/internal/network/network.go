@@ -154,15 +154,15 @@ func (n *Network) Run(ctx context.Context) error {
 func (n *Network) startAndServe(ctx context.Context) error {
 	start := newStartup(ctx, n)
 	defer start.stop()
-	before, first, err := start.prepare(ctx)
+	first, err := start.prepare(ctx)
 	for errors.Is(err, ErrConfigChanged) {
-		before, first, err = start.prepare(ctx)
+		first, err = start.prepare(ctx)
 	}
 	if err != nil {
 		return ended(ctx, err)
 	}
 	start.stop()
-	s, err := n.serveFirst(ctx, before, first)
+	s, err := n.serveFirst(ctx, first)
 	if err != nil {
 		return ended(ctx, err)
 	}
@@ -173,23 +173,21 @@ func (n *Network) startAndServe(ctx context.Context) error {
 // serveFirst starts the first session with the store's answers. If that session does not start, and
 // there was a session from the last known state with another configuration, serveFirst returns that session, like
 // change.
-func (n *Network) serveFirst(ctx context.Context, before lastknown.State, first *change) (*session, error) {
+func (n *Network) serveFirst(ctx context.Context, first *change) (*session, error) {
 	differs := n.differs(first.config)
-	former := n.last()
-	s, err := n.serveChanged(ctx, before, first)
+	s, err := n.serveChanged(ctx, first)
 	if err == nil || ctx.Err() != nil || !differs {
 		return s, err
 	}
 
-	n.config.use(former.Config)
+	n.config.use(first.before.Config)
 	n.config.refuseFirst(ctx, first.config, err)
 	if !errors.Is(err, ownership.ErrInUse) { // after ErrInUse the network tries again: another process may release the device
 		n.config.giveUp(ctx, first.config, err)
 	}
-	former.Recalled = false
-	former.Stored = first.own
+	first.before.Stored = first.own
 	s = n.serving.Load()
-	n.restore(s, former)
+	n.restore(s, first)
 	return s, nil
 }
 

@@ -32,6 +32,7 @@ type startup struct {
 	*Network
 	endTries func() // see resume
 	stop     func()
+	stored   *subnet.Config // configuration in the store; nil if it cannot be read
 }
 
 // newStartup begins a start, and the session on the last known state if it can be used.
@@ -44,16 +45,9 @@ func newStartup(ctx context.Context, n *Network) *startup {
 	return s
 }
 
-// attempt is a configuration with which a start tries to serve the network.
-type attempt struct {
-	config subnet.Config
-	stored *subnet.Config // configuration in the store at the begin of the attempt; nil if it cannot be read
-	waits  bool           // the attempt waits for a free subnet even if there is another configuration to try
-}
-
-// prepare obtains the first change: the configuration, the interface, a backend and this host's lease. It also returns the
-// state before that change. It waits for the configuration, the interface and the lease. It returns ErrConfigChanged, wrapped, if the configuration in
-// the store changes while prepare waits for a subnet or for a cloud.
+// prepare obtains the first change: the configuration, the interface, a backend and this host's lease. It waits for the
+// configuration, the interface and the lease. It returns ErrConfigChanged, wrapped, if the configuration in the store
+// changes while prepare waits for a subnet or for a cloud.
 //
 // If this host cannot use one of two address families, prepare uses the other one alone.
 //
@@ -61,76 +55,78 @@ type attempt struct {
 // state, prepare uses the configuration of that state. So the host follows its peers and keeps its
 // lease, like a running daemon that refuses a changed configuration. If neither configuration has a
 // subnet for this host, prepare waits for a subnet of the one in the store.
-func (s *startup) prepare(ctx context.Context) (before lastknown.State, c *change, err error) {
+func (s *startup) prepare(ctx context.Context) (c *change, err error) {
 	s.progress.waitFor(PhaseNoConfiguration)
-	cfg, err := s.readConfig(ctx)
+	s.stored = nil
+	stored, err := s.readConfig(ctx)
 	if former := s.former(); former != nil && errors.Is(err, subnet.ErrInvalidConfig) { // the watch of the configuration logs the reason
-		return s.prepareWith(ctx, attempt{config: *former, waits: true})
+		return s.prepareWith(ctx, *former, true)
 	}
 	if err != nil {
-		return before, nil, err
+		return nil, err
 	}
-	stored := cfg
+
+	s.stored = &stored
 	last := s.last()
-	cfg = last.Withdrawn(last.Config.Toward(stored))
-	before, c, err = s.prepareWith(ctx, attempt{config: cfg, stored: &stored})
+	cfg := last.Withdrawn(last.Config.Toward(stored))
+	c, err = s.prepareWith(ctx, cfg, false)
 
 	// Otherwise a node would lose IPv4 when IPv6 is enabled in the cluster and it has no podCIDR for it.
 	var part *subnet.FamilyError
 	if errors.As(err, &part) && len(cfg.Networks) > 1 {
 		cfg = cfg.Without(part.Family)
-		before, c, err = s.prepareWith(ctx, attempt{config: cfg, stored: &stored, waits: !s.differs(cfg)})
+		c, err = s.prepareWith(ctx, cfg, !s.differs(cfg))
 		if err == nil {
 			s.config.refuseFirst(ctx, stored, fmt.Errorf("only %s is used: %w", cfg.Networks[0].Family(), part))
 		}
 	}
 	if err == nil || ctx.Err() != nil || errors.Is(err, ErrConfigChanged) || !s.differs(cfg) {
-		return before, c, err
+		return c, err
 	}
+
 	full := errors.Is(err, subnet.ErrNoSubnets)
-	before, c, errFormer := s.prepareWith(ctx, attempt{config: *s.former(), stored: &stored, waits: !full})
+	c, errFormer := s.prepareWith(ctx, *s.former(), !full)
 	switch {
 	case errFormer == nil:
 		s.config.refuseFirst(ctx, stored, err)
-		return before, c, nil
+		return c, nil
 	case errors.Is(errFormer, ErrConfigChanged):
-		return before, nil, errFormer
+		return nil, errFormer
 	case full:
-		return s.prepareWith(ctx, attempt{config: cfg, stored: &stored, waits: true})
+		return s.prepareWith(ctx, cfg, true)
 	}
-	return before, nil, err
+	return nil, err
 }
 
 // prepareWith obtains what prepare returns, for one configuration. It returns ErrNoSubnets, wrapped,
 // if no subnet is free and the attempt does not wait for one.
-func (s *startup) prepareWith(ctx context.Context, a attempt) (before lastknown.State, c *change, err error) {
+func (s *startup) prepareWith(ctx context.Context, cfg subnet.Config, waits bool) (c *change, err error) {
 	log := klog.FromContext(ctx)
-	cfg := a.config
 	s.progress.waitFor(PhaseNoConfiguration)
 	s.config.use(cfg)
 	public, err := publicIPs(ctx, s.store)
 	if err != nil {
-		return before, nil, err
+		return nil, err
 	}
 	if err := s.readLocation(ctx); err != nil {
-		return before, nil, err
+		return nil, err
 	}
 
 	s.progress.waitFor(PhaseNoInterface)
 	iface, err := s.awaitInterface(ctx, cfg, public)
 	if err != nil {
-		return before, nil, err
+		return nil, err
 	}
 	s.endTries() // otherwise two sessions could run the backend's commands at the same time
 	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
 	env := s.env(iface, cfg)
 	be, warnings, err := s.newBackend(env)
 	if err != nil {
-		return before, nil, err
+		return nil, err
 	}
 	s.config.logWarnings(ctx, slices.Concat(cfg.Warnings, warnings))
 
-	before = s.last() // the session on the last known state may have changed the interface
+	before := s.last() // the session on the last known state may have changed the interface
 	if before.Fresh != nil {
 		before.Peers = before.Fresh()
 		before.Fresh = nil
@@ -145,11 +141,11 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (before lastknown.
 	}
 	prev, err := s.recall(ctx, be, env, before)
 	if err != nil {
-		return before, nil, err
+		return nil, err
 	}
-	own, err := s.acquire(ctx, be, env, before, prev, a)
+	own, err := s.acquire(ctx, be, env, before, prev, waits)
 	if err != nil {
-		return before, nil, err
+		return nil, err
 	}
 
 	if len(before.Own.Endpoints) == 0 {
@@ -163,7 +159,7 @@ func (s *startup) prepareWith(ctx context.Context, a attempt) (before lastknown.
 		before.Name = s.name
 		before.Prefix = strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)
 	}
-	return before, &change{config: cfg, iface: iface, be: be, own: &own}, nil
+	return &change{before: before, config: cfg, iface: iface, be: be, own: &own}, nil
 }
 
 // awaitInterface waits for the external interface. While the last known state serves the pods of this
@@ -240,7 +236,7 @@ func published(prev subnet.Claim, cfg subnet.Config, iface underlay.Interface) [
 // does not answer. If the configuration in the store changes meanwhile, acquire returns
 // ErrConfigChanged, wrapped. It does not wait for a cloud if the last known state has another
 // configuration, because the network can go on with that one.
-func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State, prev subnet.Claim, a attempt) (subnet.Lease, error) {
+func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State, prev subnet.Claim, waits bool) (subnet.Lease, error) {
 	log := klog.FromContext(ctx)
 	if outside := s.outsideOf(env.Config); outside != nil {
 		log.Error(outside, "the subnet of the last known state does not fit the network configuration")
@@ -259,7 +255,7 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	var backoff wait.Backoff
 	logged := ""
 	for {
-		own, err := claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, a, c) })
+		own, err := claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, env.Config, c, waits) })
 		if ctx.Err() != nil || !cloud.Transient(err) || s.differs(env.Config) {
 			return own, err
 		}
@@ -268,7 +264,7 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 			log.Error(err, "waiting for the cloud before taking a subnet")
 		}
 		s.ready.report(partSubnet, err)
-		if err := s.unchanged(ctx, a.stored); err != nil {
+		if err := s.unchanged(ctx); err != nil {
 			return own, err
 		}
 		if err := backoff.Wait(ctx, 0); err != nil {
@@ -310,39 +306,38 @@ func hasHardware(addr string) bool {
 		slices.ContainsFunc(links, func(l net.Interface) bool { return l.HardwareAddr.String() == addr })
 }
 
-// unchanged returns ErrConfigChanged, wrapped, if the store has a valid configuration that differs from
-// stored. stored is nil if the earlier configuration could not be read. unchanged returns nil if the store
-// has no configuration that can be read.
-func (s *startup) unchanged(ctx context.Context, stored *subnet.Config) error {
+// unchanged returns ErrConfigChanged, wrapped, if the store has a valid configuration that differs from s.stored. It
+// returns nil if the store has no configuration that can be read.
+func (s *startup) unchanged(ctx context.Context) error {
 	now, err := s.store.Config(ctx)
 	if err != nil {
-		return nil //nolint:nilerr // stored is the last one that is known
+		return nil //nolint:nilerr // s.stored is the last one that is known
 	}
-	if stored == nil {
+	if s.stored == nil {
 		return fmt.Errorf("%w: it can be read now", ErrConfigChanged)
 	}
-	if changes := subnet.Changes(*stored, now); len(changes) > 0 {
+	if changes := subnet.Changes(*s.stored, now); len(changes) > 0 {
 		return fmt.Errorf("%w: %s", ErrConfigChanged, oneline.List(changes, ", "))
 	}
 	return nil
 }
 
 // waitForSubnet acquires a lease for claim. If no subnet is free, waitForSubnet calls leaveLast and waits
-// for a subnet. But if the network can go on with another configuration and a.waits is not set, it returns
+// for a subnet. But if the network can go on with another configuration and waits is not set, it returns
 // ErrNoSubnets, wrapped, at once. It returns ErrConfigChanged, wrapped, if the configuration in the store
 // changes while it waits.
-func (s *startup) waitForSubnet(ctx context.Context, a attempt, claim subnet.Claim) (own subnet.Lease, err error) {
+func (s *startup) waitForSubnet(ctx context.Context, cfg subnet.Config, claim subnet.Claim, waits bool) (own subnet.Lease, err error) {
 	var left error
 	err = retry(ctx, "waiting for a subnet", func() (err error) {
-		if own, err = s.store.Acquire(ctx, a.config, claim); ctx.Err() != nil {
+		if own, err = s.store.Acquire(ctx, cfg, claim); ctx.Err() != nil {
 			return err
 		}
 		if errors.Is(err, subnet.ErrNoSubnets) {
-			if !a.waits && s.differs(*a.stored) {
+			if !waits && s.differs(*s.stored) {
 				return final{err}
 			}
 			if left == nil {
-				left = s.leaveLast(ctx, a.config)
+				left = s.leaveLast(ctx, cfg)
 			}
 		}
 		if err == nil {
@@ -350,7 +345,7 @@ func (s *startup) waitForSubnet(ctx context.Context, a attempt, claim subnet.Cla
 			return nil
 		}
 		s.ready.report(partSubnet, oneline.Join(left, err))
-		if changed := s.unchanged(ctx, a.stored); changed != nil {
+		if changed := s.unchanged(ctx); changed != nil {
 			return changed
 		}
 		return err
