@@ -83,7 +83,7 @@ func realSurroundings() surroundings {
 	}
 }
 
-// last returns the state of this process, or that of the last one before the first session.
+// last returns the last known state: that of this process, or before its first session that of the last one.
 func (n *Network) last() lastknown.State {
 	if now, ok := n.state.Get(); ok {
 		return now

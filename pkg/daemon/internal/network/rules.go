@@ -67,9 +67,9 @@ func (n *Network) keepRules(ctx context.Context, s *session, tried func()) {
 // guardFirst makes one attempt to write the traffic rules of the next session before its backend starts, if
 // that backend opens a tunnel that the rules of the last session do not guard. Otherwise pods could send into
 // the tunnel until the session writes its rules. The last session must have ended.
-func (n *Network) guardFirst(ctx context.Context, last backend.Backend, before lastknown.State, be backend.Backend, now lastknown.State) {
+func (n *Network) guardFirst(ctx context.Context, last firewall.Policy, be backend.Backend, now lastknown.State) {
 	var guarded []firewall.Payload
-	for _, one := range n.rulePolicy(last, before).Networks {
+	for _, one := range last.Networks {
 		guarded = append(guarded, one.Tunnels...)
 	}
 

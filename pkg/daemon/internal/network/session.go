@@ -103,7 +103,7 @@ func (n *Network) startNetwork(ctx context.Context, be backend.Backend, change f
 	n.host.Tuner.Network(n.name, n.catalog.OneThread(now.Config))
 	if replaces {
 		n.state.Change(func(to *lastknown.State) { to.Attempt(now) })
-		n.guardFirst(ctx, n.serving.Load().be, before, be, now)
+		n.guardFirst(ctx, n.rulePolicy(n.serving.Load().be, before), be, now)
 	} else {
 		now = n.state.Change(change)
 	}
