@@ -38,8 +38,8 @@ const refusedPause = 30 * time.Second
 
 // awaitChange waits until the network can change to another configuration, and returns that change. Session s
 // goes on meanwhile. A configuration that cannot be used is refused, and tried again later. published is closed when the
-// store has the lease of s. awaitChange returns
-// ErrLeaseLost, wrapped, if this host has lost its lease, and otherwise the error of ctx.
+// store has the lease of s. awaitChange returns ErrLeaseLost, wrapped, if this host has lost its lease, and otherwise the
+// error of ctx.
 func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan struct{}) (*change, error) {
 	var withdrawn <-chan struct{} // receives when the time of the stage Withdrawn begins; nil never receives
 	if n.last().Config.Stage == subnet.Withdrawn {
@@ -78,9 +78,8 @@ func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan 
 		case <-step:
 			stepping = true
 		case <-s.reclaim:
-			now := n.last()
-			next, err := n.prepareChange(ctx, s, now.Config, published)
-			if err == nil && !reflect.DeepEqual(next.claim, now.Own.Claim()) {
+			next, err := n.prepareChange(ctx, s, n.last().Config, published)
+			if err == nil && !reflect.DeepEqual(next.claim, n.last().Own.Claim()) {
 				return next, nil
 			}
 			if err != nil { // the backend's network asks again
@@ -156,7 +155,7 @@ func (n *Network) prepareChange(ctx context.Context, s *session, cfg subnet.Conf
 	c = &change{config: cfg, same: len(subnet.Changes(now.Config, cfg)) == 0, iface: now.Interface}
 	if !sameFamilies(cfg, now.Config) {
 		if c.iface, err = n.chooseUplink(ctx, n.underlayOptions(cfg, now.PublicIPs), 0); err != nil {
-			return c, err
+			return nil, err
 		}
 	}
 	if err := n.checkRanges(ctx, cfg, now.Config, c.iface); err != nil {
