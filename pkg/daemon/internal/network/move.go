@@ -51,7 +51,7 @@ func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, e
 	var next *change
 	var err error
 	for next == nil && err == nil && attending.Err() == nil {
-		if s.ended() {
+		if s.hasEnded() {
 			s, err = n.serveAgain(ctx, attending, s, up)
 		} else {
 			next, err = n.attend(attending, s, up)

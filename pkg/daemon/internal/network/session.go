@@ -298,8 +298,8 @@ func (s *session) phase(now lastknown.State) Phase {
 	return PhaseServing
 }
 
-// ended reports whether the session has ended.
-func (s *session) ended() bool {
+// hasEnded reports whether the session has ended.
+func (s *session) hasEnded() bool {
 	select {
 	case <-s.done:
 		return true
