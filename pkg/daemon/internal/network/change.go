@@ -229,10 +229,8 @@ func (n *Network) change(ctx context.Context, s *session, c *change) (*session, 
 
 	pause := n.turn(s)
 	n.progress.enter(PhaseChanging)
-	s.leave(ctx)
+	n.leave(ctx, s)
 	c.before = n.last() // only now, because the session may have cleared Former before its end
-	c.before.Peers = s.ledger.State()
-	c.before.Fresh = nil
 	next, err := n.serveChanged(ctx, c)
 	if err == nil {
 		next.pause = pause

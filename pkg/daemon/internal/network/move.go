@@ -52,7 +52,7 @@ func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, e
 	var err error
 	for next == nil && err == nil && attending.Err() == nil {
 		if s.hasEnded() {
-			s, err = n.serveAgain(ctx, attending, s, up)
+			s, err = n.serveAgain(ctx, attending, up)
 		} else {
 			next, err = n.attend(attending, s, up)
 		}
@@ -144,21 +144,20 @@ func (n *Network) attend(ctx context.Context, s *session, up *uplink) (next *cha
 		n.claimOnly(s.be) // a change may have been prepared for the former interface
 		n.reconnect(ctx, n.last().Interface, up.now)
 		n.progress.enter(PhaseMoving)
-		s.leave(ctx)
+		n.leave(ctx, s)
 	}
 	return next, err
 }
 
-// serveAgain starts a session after s has ended, because the external interface has changed or another configuration did
-// not start. It tries until it succeeds or attending ends. The kernel stays unchanged until then. The session lasts until
-// ctx ends.
-func (n *Network) serveAgain(ctx, attending context.Context, s *session, up *uplink) (next *session, err error) {
+// serveAgain starts a session after one has ended because the external interface has changed, or because another
+// configuration did not start. It tries until it succeeds or attending ends. The kernel stays unchanged until then. The
+// session lasts until ctx ends.
+func (n *Network) serveAgain(ctx, attending context.Context, up *uplink) (next *session, err error) {
 	what := "cannot go back to the former network configuration, trying again"
 	if n.progress.Phase() == PhaseMoving {
 		what = "the changed external interface cannot be used yet"
 	}
 
-	peers := s.ledger.State()
 	err = retry(attending, what, func() (err error) {
 		select {
 		case newer := <-up.later:
@@ -166,7 +165,7 @@ func (n *Network) serveAgain(ctx, attending context.Context, s *session, up *upl
 			up.now = newer
 		default:
 		}
-		if next, err = n.serveOn(ctx, up.now, peers); err != nil {
+		if next, err = n.serveOn(ctx, up.now); err != nil {
 			n.ready.health.Beat()
 			n.ready.report(partDatapath, err)
 		}
@@ -186,7 +185,7 @@ func (n *Network) reconnect(ctx context.Context, from, to underlay.Interface) {
 
 // serveOn starts a session on interface to. It keeps this host's subnets and backend data, and uses the public addresses of
 // another interface.
-func (n *Network) serveOn(ctx context.Context, to underlay.Interface, peers subnet.LedgerState) (*session, error) {
+func (n *Network) serveOn(ctx context.Context, to underlay.Interface) (*session, error) {
 	now := n.last() // the lease may have been renewed, and Former cleared, since the last session began
 	if now.Recalled && now.Interface.Index == 0 {
 		if err := ofHost(now, to); err != nil {
@@ -206,8 +205,6 @@ func (n *Network) serveOn(ctx context.Context, to underlay.Interface, peers subn
 		}
 	}
 	return n.serve(ctx, be, func(now *lastknown.State) {
-		now.Peers = peers
-		now.Fresh = nil
 		if moves {
 			now.Differ()
 			now.Interface = to

@@ -328,13 +328,19 @@ func (s *session) inspect(ctx context.Context, objects bool) (backend.Inspection
 	return in, err
 }
 
-// leave ends the session and stores its last state for inspect.
-func (s *session) leave(ctx context.Context) {
+// leave ends session s, and stores its last state for inspect and its peers for the next session.
+func (n *Network) leave(ctx context.Context, s *session) {
 	ctx, cancel := context.WithTimeout(ctx, lastLook)
 	defer cancel()
 	in, _ := s.inspect(ctx, true)
 	s.left.Store(&in)
 	s.stop()
+
+	peers := s.ledger.State()
+	n.state.Update(func(now *lastknown.State) {
+		now.Peers = peers
+		now.Fresh = nil
+	})
 }
 
 // turnOfHost, multiplied by the number of hosts, is the time over which all hosts spread their

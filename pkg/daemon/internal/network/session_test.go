@@ -244,7 +244,7 @@ func TestRenewalWhileMoving(t *testing.T) {
 		}}
 		n, s := networkOn(t, be, link(1500, "192.0.2.1"))
 		s.stop()
-		if _, err := n.serveOn(t.Context(), link(1400, "192.0.2.9"), subnet.LedgerState{}); err != nil {
+		if _, err := n.serveOn(t.Context(), link(1400, "192.0.2.9")); err != nil {
 			t.Fatal(err)
 		}
 		n.stopServing()
