@@ -84,15 +84,16 @@ func (n *Network) serve(ctx context.Context, be backend.Backend, change func(now
 // one until the network has started. If the process ends before that, the next process begins with the
 // configuration that has worked.
 func (n *Network) startNetwork(ctx context.Context, be backend.Backend, change func(now *lastknown.State)) (now lastknown.State, running backend.Network, err error) {
-	before, known := n.state.Get()
+	before, _ := n.state.Get()
 	now = before
 	change(&now)
 
 	// Without a session this host may have left the subnet in the state, which may then belong to another host.
-	replaces := known && n.serving.Load() != nil && len(subnet.Changes(before.Config, now.Config)) > 0
+	last := n.serving.Load()
+	replaces := last != nil && len(subnet.Changes(before.Config, now.Config)) > 0
 	claimed := n.claimed(now, be)
 	if replaces {
-		claimed = append(claimed, Claimed{before.Config, n.backendOf(lastknown.Former{Config: before.Config, Interface: before.Interface})})
+		claimed = append(claimed, Claimed{before.Config, last.be})
 	}
 	if err := n.claim(claimed); err != nil {
 		return now, nil, err
@@ -103,7 +104,7 @@ func (n *Network) startNetwork(ctx context.Context, be backend.Backend, change f
 	n.host.Tuner.Network(n.name, n.catalog.OneThread(now.Config))
 	if replaces {
 		n.state.Change(func(to *lastknown.State) { to.Attempt(now) })
-		n.guardFirst(ctx, n.rulePolicy(n.serving.Load().be, before), be, now)
+		n.guardFirst(ctx, n.rulePolicy(last.be, before), be, now)
 	} else {
 		now = n.state.Change(change)
 	}
