@@ -370,6 +370,10 @@ func (c *podCheck) judge(ctx context.Context, answers map[string]reach) error {
 
 	for i := range c.legs {
 		l := &c.legs[i]
+		if l.OK && l.Half == outside { // packets in the other direction may be lost
+			l.Outcome = verdict{Subnet: l.subnet, Outcome: l.Outcome}.because(c.findings).Outcome
+			continue
+		}
 		if l.OK || l.Broken == "address" {
 			continue
 		}

@@ -119,7 +119,10 @@ func (s sender) forwards(ctx context.Context, p Path, tcp bool) bool {
 // The path in the verdict is empty, and so is the advice unless TCP passes and pings do not. err says why Broken is set.
 func (s sender) reach(ctx context.Context, dst netip.Addr, size int) (v Verdict, err error) {
 	if v.RTT, err = s.echo(ctx, dst, smallPacket); err != nil {
-		if s.wait(ctx) == nil && s.refused(ctx, dst) {
+		// A firewall on the way that rejects pings rejects TCP in the same way, which looks like an answer of dst.
+		rejected, ok := errors.AsType[ping.UnreachableError](err)
+		onTheWay := ok && rejected.At != dst
+		if !onTheWay && s.wait(ctx) == nil && s.refused(ctx, dst) {
 			return Verdict{OK: true, Advice: filteredText}, nil
 		}
 		v.Broken = Tunnel

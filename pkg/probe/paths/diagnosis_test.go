@@ -126,6 +126,25 @@ func TestDiagnosis(t *testing.T) {
 	}
 }
 
+// TestRejectedOnTheWay checks that a firewall on the way, which rejects pings and TCP, does not look like the answer of a
+// host that only rejects pings.
+func TestRejectedOnTheWay(t *testing.T) {
+	dst := netip.MustParseAddr("10.5.7.1")
+	for at, ok := range map[string]bool{"10.5.7.1": true, "10.5.49.1": false} {
+		s := sender{
+			wait: freely,
+			ping: func(context.Context, netip.Addr, ping.Path, time.Duration) (time.Duration, error) {
+				return 0, ping.UnreachableError{At: netip.MustParseAddr(at), Code: 3}
+			},
+			knock: func(context.Context, netip.Addr, int) error { return syscall.ECONNREFUSED },
+		}
+		v, err := s.reach(t.Context(), dst, 1450)
+		if v.OK != ok || ok != (err == nil) || !ok && v.Broken != Tunnel {
+			t.Errorf("%s rejects pings: %+v, %v, want ok %v", at, v, err, ok)
+		}
+	}
+}
+
 func TestLocal(t *testing.T) {
 	for addr, want := range map[string]bool{"127.0.0.1": true, "192.0.2.1": false} {
 		if got := isLocal(netip.MustParseAddr(addr)); got != want {

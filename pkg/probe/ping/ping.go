@@ -23,6 +23,18 @@ var ErrTooBig = errors.New("packet too big")
 // ErrUnreachable means that a router reported the destination as unreachable.
 var ErrUnreachable = errors.New("unreachable")
 
+// UnreachableError is ErrUnreachable with the host that reported it, and the code of ICMP.
+type UnreachableError struct {
+	At   netip.Addr
+	Code byte
+}
+
+// Error implements error.
+func (e UnreachableError) Error() string { return fmt.Sprintf("%v: code %d", ErrUnreachable, e.Code) }
+
+// Unwrap returns ErrUnreachable.
+func (e UnreachableError) Unwrap() error { return ErrUnreachable }
+
 // ExpiredError means that a host had to forward the packet, but its hop limit was used up.
 type ExpiredError struct{ At netip.Addr }
 
@@ -147,5 +159,5 @@ func (k icmpKind) parse(b []byte, from netip.Addr) (id uint32, ok bool, err erro
 	if b[0] == k.tooBig && (k.tooBig != k.unreachable || b[1] == fragmentationNeeded) {
 		return id, true, fmt.Errorf("%w: a router reported an MTU of %d", ErrTooBig, binary.BigEndian.Uint16(b[6:]))
 	}
-	return id, true, fmt.Errorf("%w: code %d", ErrUnreachable, b[1])
+	return id, true, UnreachableError{from, b[1]}
 }
