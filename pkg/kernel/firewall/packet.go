@@ -18,11 +18,12 @@ type Packet struct {
 // Forwarded reports whether the packet is neither from this host nor for it.
 func (p Packet) Forwarded() bool { return p.In != "" && p.Out != "" }
 
-// Block is a rule, or the policy of a chain, that drops or rejects a packet.
+// Block is a rule, or the policy of a chain, that keeps a packet from its destination.
 type Block struct {
 	Packet
 	Program      string // the program that shows the rule, such as iptables-legacy
 	Table, Chain string
 	Rule         string
+	Redirects    bool // it gives the packet another destination, and does not drop it
 	Doubtful     bool // an earlier rule may accept the packet
 }

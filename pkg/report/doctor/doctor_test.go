@@ -243,6 +243,15 @@ func TestDoctor(t *testing.T) {
 		}, want: "nft may drop forwarded packets of pods", fix: "nft insert rule"},
 		{name: "firewall drops only UDP of pods", facts: func(h *Facts) { h.Blocks = dropped(firewall.UDP) }, want: "nft may drop forwarded UDP packets of pods", fix: "nft insert rule"},
 		{name: "firewall drops TCP and UDP of pods", facts: func(h *Facts) { h.Blocks = dropped(firewall.UDP, firewall.TCP) }, want: "nft drops forwarded packets of pods", fix: "nft insert rule", word: "firewall"},
+		{name: "firewall redirects packets of pods", facts: func(h *Facts) {
+			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "flannel.1", Out: "cni0", Src: remote, Dst: pod}, Program: "iptables-nft", Table: "nat", Chain: "PREROUTING", Rule: "-j DNAT", Redirects: true}}
+		}, want: "iptables-nft redirects forwarded packets of pods from flannel.1 to cni0 in chain PREROUTING of table nat: -j DNAT", fix: "iptables-nft -t nat -I PREROUTING -d 10.5.0.0/16 -j ACCEPT", word: "firewall"},
+		{name: "firewall may redirect packets of pods", facts: func(h *Facts) {
+			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "cni0", Out: "flannel.1", Src: pod, Dst: remote}, Program: "nft", Table: "ip x", Chain: "y", Rule: "z", Redirects: true, Doubtful: true}}
+		}, want: "nft may redirect forwarded packets of pods", fix: "nft insert rule ip x y ip daddr 10.5.0.0/16 accept"},
+		{name: "firewall redirects the tunnel", facts: func(h *Facts) {
+			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "eth0", Src: remote, Port: 8472}, Program: "nft", Table: "ip x", Chain: "y", Rule: "z", Redirects: true}}
+		}, want: "nft redirects packets of other hosts to UDP port 8472", fix: "nft insert rule ip x y udp dport 8472 accept", word: "firewall"},
 		{name: "firewall drops only checks of other hosts", facts: func(h *Facts) {
 			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "flannel.1", Src: peer.Addr(), Dst: netip.MustParseAddr("10.5.49.0"), Protocol: firewall.TCP, Port: 1}, Program: "nft", Table: "inet x", Chain: "y", Rule: "policy drop"}}
 		}, want: "nft drops TCP packets of other hosts to 10.5.49.0 in chain y of table inet x: policy drop", fix: "nft insert rule inet x y ip daddr 10.5.49.0 accept"},

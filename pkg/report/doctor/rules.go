@@ -41,11 +41,16 @@ func (h Facts) dockers(found finder) {
 	}
 }
 
-// blocks finds each rule that drops packets of the backend or of pods. One that drops only UDP may be meant so.
+// blocks finds each rule that drops or redirects packets of the backend or of pods. One that is only about UDP may be meant
+// so.
 func (h Facts) blocks(found finder) {
 	for _, b := range h.Blocks {
+		verbs := [2]string{"drop", "drops"}
+		if b.Redirects {
+			verbs = [2]string{"redirect", "redirects"}
+		}
 		if b.In != "" && b.Out == "" && b.Protocol == firewall.TCP {
-			found(note(fmt.Sprintf("%s drops TCP packets of other hosts to %s in chain %s of table %s: %s: flannelctl check there cannot tell whether the path works, although pods are reached", b.Program, b.Dst, b.Chain, b.Table, b.Rule), h.accept(b)))
+			found(note(fmt.Sprintf("%s %s TCP packets of other hosts to %s in chain %s of table %s: %s: flannelctl check there cannot tell whether the path works, although pods are reached", b.Program, verbs[1], b.Dst, b.Chain, b.Table, b.Rule), h.accept(b)))
 			continue
 		}
 		kind := "packets"
@@ -71,9 +76,9 @@ func (h Facts) blocks(found finder) {
 		where := fmt.Sprintf("%s in chain %s of table %s: %s", what, b.Chain, b.Table, b.Rule)
 		fix := h.accept(b) + " (and make it permanent in the firewall's own settings)"
 		if b.Doubtful {
-			found(note(b.Program+" may drop "+where, fix))
+			found(note(fmt.Sprintf("%s may %s %s", b.Program, verbs[0], where), fix))
 		} else {
-			found(cut("firewall", b.Program+" drops "+where, fix, subnets...))
+			found(cut("firewall", fmt.Sprintf("%s %s %s", b.Program, verbs[1], where), fix, subnets...))
 		}
 	}
 }
@@ -86,7 +91,7 @@ func carrier(p firewall.Packet) string {
 	return fmt.Sprintf("with IP protocol %d", p.Protocol)
 }
 
-// accept returns a command that accepts a packet before the rule that drops it.
+// accept returns a command that accepts a packet before the rule that drops or redirects it.
 func (h Facts) accept(b firewall.Block) string {
 	network := h.networkOf(b.Src)
 	inNFTables := fmt.Sprintf("ip saddr %s", network)
@@ -101,6 +106,9 @@ func (h Facts) accept(b firewall.Block) string {
 	case !b.Forwarded():
 		inNFTables = fmt.Sprintf("udp dport %d", b.Port)
 		inIPTables = fmt.Sprintf("-p udp --dport %d", b.Port)
+	case b.Redirects: // packets from pods to services must still be redirected
+		inNFTables = fmt.Sprintf("%s daddr %s", map[bool]string{true: "ip", false: "ip6"}[b.Dst.Is4()], network)
+		inIPTables = fmt.Sprintf("-d %s", network)
 	case network.Addr().Is6():
 		inNFTables = fmt.Sprintf("ip6 saddr %s", network)
 	}

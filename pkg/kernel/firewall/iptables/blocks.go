@@ -14,8 +14,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 )
 
-// Blocks returns the rules and policies that drop one of packets, those of all variants that are installed. It omits
-// rules of Docker, for which there is a function of their own.
+// Blocks returns the rules and policies that drop or redirect one of packets, those of all variants that are installed. It
+// omits rules of Docker, for which there is a function of their own.
 func Blocks(ctx context.Context, packets []firewall.Packet) (blocks []firewall.Block, err error) {
 	var errs []error
 	for _, f := range families() {
@@ -51,7 +51,7 @@ func Present(f prefix.Family) []Variant {
 	return slices.DeleteFunc(all, func(v Variant) bool { return v == Legacy && len(legacyTables(f)) == 0 }) // the program would create the tables
 }
 
-// blocked says what drops a packet according to the output of iptables-save.
+// blocked says what drops or redirects a packet according to the output of iptables-save.
 func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 	d := parseSave(text)
 	first := "PREROUTING"
@@ -63,7 +63,7 @@ func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 		last = "INPUT"
 	}
 
-	for _, at := range []struct{ table, hook string }{{"raw", first}, {"mangle", first}, {"mangle", last}, {"filter", last}} {
+	for _, at := range []struct{ table, hook string }{{"raw", first}, {"mangle", first}, {"nat", first}, {"mangle", last}, {"filter", last}} {
 		o := d[at.table].follow(at.hook, p, nil)
 		b := firewall.Block{Packet: p, Table: at.table, Chain: o.chain, Rule: strings.TrimSpace(o.rule.spec), Doubtful: o.doubtful}
 		if o.verdict == unknown && policyOf(text, at.table, at.hook) == "DROP" {
@@ -72,6 +72,7 @@ func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 			return b, true
 		}
 		if o.verdict == no && !strings.HasPrefix(o.chain, dockerChains) {
+			b.Redirects = o.rule.target != "DROP" && o.rule.target != "REJECT"
 			return b, true
 		}
 	}

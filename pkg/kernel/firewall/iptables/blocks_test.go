@@ -61,6 +61,55 @@ func TestBlocked(t *testing.T) {
 	}
 }
 
+// redirections contains rules of kube-proxy for a Service with a port of the Node, and of portmap and Docker for ports of the host.
+const redirections = `-A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
+-A PREROUTING -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT
+-A PREROUTING -m addrtype --dst-type LOCAL -j DOCKER
+-A KUBE-SERVICES -d 10.96.0.10/32 -p udp -m comment --comment "kube-system/kube-dns:dns cluster IP" -m udp --dport 53 -j KUBE-SVC-TCOU7JCQXEZGVUNU
+-A KUBE-SERVICES -d 192.0.2.77/32 -p udp -m physdev ! --physdev-is-in -m udp --dport 53 -j KUBE-SVC-TCOU7JCQXEZGVUNU
+-A KUBE-SERVICES -m comment --comment "kubernetes service nodeports; NOTE: this must be the last rule in this chain" -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS
+-A KUBE-NODEPORTS -p tcp -m tcp --dport 30080 -j KUBE-SVC-TCOU7JCQXEZGVUNU
+-A KUBE-SVC-TCOU7JCQXEZGVUNU ! -s 10.5.0.0/16 -d 10.96.0.10/32 -p udp -m udp --dport 53 -j KUBE-MARK-MASQ
+-A KUBE-SVC-TCOU7JCQXEZGVUNU -m statistic --mode random --probability 0.50000000000 -j KUBE-SEP-A
+-A KUBE-SVC-TCOU7JCQXEZGVUNU -j KUBE-SEP-A
+-A KUBE-SEP-A -p udp -m udp -j DNAT --to-destination 10.5.7.2:53
+-A CNI-HOSTPORT-DNAT -p tcp -m multiport --dports 8080 -j CNI-DN-A
+-A CNI-DN-A -p tcp -m tcp --dport 8080 -j DNAT --to-destination 10.5.49.2:80
+-A DOCKER -i docker0 -j RETURN
+-A DOCKER ! -i docker0 -p tcp -m tcp --dport 8081 -j DNAT --to-destination 172.17.0.2:80
+`
+
+// TestRedirected checks which rule of iptables-save gives a packet another destination, and that those for services and for
+// ports of the host do not.
+func TestRedirected(t *testing.T) {
+	out := firewall.Packet{In: "cni0", Out: "flannel.1", Src: netip.MustParseAddr("10.5.49.2"), Dst: netip.MustParseAddr("10.5.7.2"), Protocol: firewall.UDP, Port: 1}
+	back := firewall.Packet{In: "flannel.1", Out: "cni0", Src: out.Dst, Dst: out.Src, Protocol: firewall.TCP, Port: 1}
+	sent := firewall.Packet{Out: "eth0", Src: netip.MustParseAddr("192.0.2.1"), Dst: netip.MustParseAddr("192.0.2.2"), Protocol: firewall.UDP, Port: 8472}
+	for name, tt := range map[string]struct {
+		rules  string
+		packet firewall.Packet
+		want   string // the rule; empty if the packet keeps its destination
+	}{
+		"services, from a pod":     {packet: out},
+		"services, to a pod":       {packet: back},
+		"services, from the host":  {packet: sent},
+		"all packets of pods":      {packet: out, rules: "-A PREROUTING -i cni0 -j DNAT --to-destination 192.0.2.9\n", want: "-i cni0 -j DNAT --to-destination 192.0.2.9"},
+		"all packets to pods":      {packet: back, rules: "-A PREROUTING -d 10.5.0.0/16 -j DNAT --to-destination 192.0.2.9\n", want: "-d 10.5.0.0/16 -j DNAT --to-destination 192.0.2.9"},
+		"to this host":             {packet: back, rules: "-A PREROUTING -p tcp -j REDIRECT --to-ports 3128\n", want: "-p tcp -j REDIRECT --to-ports 3128"},
+		"packets of this host":     {packet: sent, rules: "-A OUTPUT -p udp -m udp --dport 8472 -j DNAT --to-destination 192.0.2.9\n", want: "-p udp -m udp --dport 8472 -j DNAT --to-destination 192.0.2.9"},
+		"packets of other devices": {packet: out, rules: "-A PREROUTING -i docker0 -j DNAT --to-destination 192.0.2.9\n"},
+		"accepted before":          {packet: out, rules: "-A PREROUTING -d 10.5.0.0/16 -j ACCEPT\n-A PREROUTING -i cni0 -j DNAT --to-destination 192.0.2.9\n"},
+	} {
+		text := "*nat\n:PREROUTING ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n" +
+			":KUBE-SERVICES - [0:0]\n:KUBE-NODEPORTS - [0:0]\n:KUBE-SVC-TCOU7JCQXEZGVUNU - [0:0]\n:KUBE-SEP-A - [0:0]\n:KUBE-MARK-MASQ - [0:0]\n" +
+			":CNI-HOSTPORT-DNAT - [0:0]\n:CNI-DN-A - [0:0]\n:DOCKER - [0:0]\n" + redirections + tt.rules + "COMMIT\n"
+		b, ok := blocked(text, tt.packet)
+		if ok != (tt.want != "") || b.Rule != tt.want || b.Redirects != ok || b.Doubtful {
+			t.Errorf("%s: %+v, %v, want %q", name, b, ok, tt.want)
+		}
+	}
+}
+
 // TestKernelBlocks checks that both variants are read, and what they drop before the table filter.
 func TestKernelBlocks(t *testing.T) {
 	firewalltest.Enter(t)

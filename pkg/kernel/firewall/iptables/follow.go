@@ -21,7 +21,7 @@ const (
 
 // outcome is what becomes of a packet in a chain.
 type outcome struct {
-	verdict answer // yes if the packet is accepted, no if it is dropped or rejected, unknown if no rule decides
+	verdict answer // yes if the packet is accepted, no if it is dropped or redirected, unknown if no rule decides
 	chain   string // the chain whose rule decides; empty if none does
 	rule    rule   // the rule that decides
 	// doubtful means that an earlier rule may have decided. It is not known whether the packet meets its conditions.
@@ -49,7 +49,7 @@ func (c chains) follow(name string, p firewall.Packet, through []string) (o outc
 		switch r.target {
 		case "ACCEPT":
 			return outcome{yes, name, r, o.doubtful}
-		case "DROP", "REJECT":
+		case "DROP", "REJECT", "DNAT", "REDIRECT", "NETMAP":
 			return outcome{no, name, r, o.doubtful}
 		case "RETURN":
 			return o

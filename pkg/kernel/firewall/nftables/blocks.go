@@ -18,7 +18,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 )
 
-// Blocks returns the rules and policies that drop one of packets. It omits the tables of iptables
+// Blocks returns the rules and policies that drop or redirect one of packets. It omits the tables of iptables
 // and of Docker, for which there are other functions.
 func Blocks(packets []firewall.Packet) (blocks []firewall.Block, err error) {
 	c, err := nftables.New()
@@ -35,7 +35,7 @@ func Blocks(packets []firewall.Packet) (blocks []firewall.Block, err error) {
 
 	ofIPTables := func(t *nftables.Table) bool {
 		return t.Family != nftables.TableFamilyINet && slices.ContainsFunc(chains, func(c *nftables.Chain) bool {
-			return c.Table.Name == t.Name && c.Table.Family == t.Family && slices.Contains([]string{"PREROUTING", "INPUT", "FORWARD"}, c.Name)
+			return c.Table.Name == t.Name && c.Table.Family == t.Family && slices.Contains([]string{"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"}, c.Name)
 		})
 	}
 
@@ -54,7 +54,7 @@ func Blocks(packets []firewall.Packet) (blocks []firewall.Block, err error) {
 			if err != nil {
 				return blocks, err
 			}
-			b := firewall.Block{Packet: p, Program: "nft", Table: familyName(base.Table.Family) + " " + base.Table.Name, Chain: o.chain, Rule: o.rule, Doubtful: o.doubtful}
+			b := firewall.Block{Packet: p, Program: "nft", Table: familyName(base.Table.Family) + " " + base.Table.Name, Chain: o.chain, Rule: o.rule, Redirects: o.redirects, Doubtful: o.doubtful}
 			if o.fate == undecided && base.Policy != nil && *base.Policy == nftables.ChainPolicyDrop {
 				b.Chain = base.Name
 				b.Rule = "policy drop"
@@ -126,6 +126,7 @@ const (
 type outcome struct {
 	fate        fate
 	chain, rule string // the rule that decides, and its chain
+	redirects   bool   // of dropped: the packet gets another destination instead
 	doubtful    bool   // an earlier rule may have decided
 }
 
@@ -140,7 +141,7 @@ type follower struct {
 
 func (f follower) family() prefix.Family { return prefix.FamilyOf(f.packet.Src) }
 
-// passes reports whether c is a base chain for filters that the packet passes.
+// passes reports whether c is a base chain that the packet passes, and that may drop or redirect it.
 func (f follower) passes(c *nftables.Chain) bool {
 	if inDevice(c) {
 		device := f.packet.In
@@ -154,8 +155,11 @@ func (f follower) passes(c *nftables.Chain) bool {
 		return f.passesInBridge(c)
 	}
 	own := nftables.TableFamily(protocols[f.family()])
-	if c.Hooknum == nil || c.Type != nftables.ChainTypeFilter || c.Table.Family != own && c.Table.Family != nftables.TableFamilyINet {
+	if c.Hooknum == nil || c.Table.Family != own && c.Table.Family != nftables.TableFamilyINet {
 		return false
+	}
+	if c.Type == nftables.ChainTypeNAT && (*c.Hooknum == *nftables.ChainHookPostrouting || *c.Hooknum == *nftables.ChainHookInput) {
+		return false // these change sources
 	}
 
 	hooks := []nftables.ChainHook{*nftables.ChainHookPrerouting, *nftables.ChainHookForward, *nftables.ChainHookPostrouting}
@@ -209,9 +213,10 @@ func (f follower) follow(c *nftables.Chain, depth int) (o outcome, err error) {
 
 		switch v.Kind {
 		case expr.VerdictAccept:
-			return outcome{accepted, c.Name, "", o.doubtful}, nil
+			return outcome{fate: accepted, chain: c.Name, doubtful: o.doubtful}, nil
 		case expr.VerdictDrop:
-			return outcome{dropped, c.Name, fmt.Sprintf("the rule with handle %d", r.Handle), o.doubtful}, nil
+			rule := fmt.Sprintf("the rule with handle %d", r.Handle)
+			return outcome{dropped, c.Name, rule, slices.ContainsFunc(r.Exprs, redirects), o.doubtful}, nil
 		case expr.VerdictReturn:
 			return o, nil
 		case expr.VerdictJump, expr.VerdictGoto:
@@ -233,8 +238,15 @@ func (f follower) follow(c *nftables.Chain, depth int) (o outcome, err error) {
 	return o, nil
 }
 
-// apply returns the verdict of a rule about the packet, or nil. certain is false if it is not known
-// whether the packet meets a condition.
+// redirects reports whether a part of a rule gives packets another destination.
+func redirects(e expr.Any) bool {
+	nat, ok := e.(*expr.NAT)
+	_, local := e.(*expr.Redir)
+	return local || ok && nat.Type == expr.NATTypeDestNAT
+}
+
+// apply returns the verdict of a rule about the packet, or nil. It takes a redirection for a drop. certain is false if it
+// is not known whether the packet meets a condition.
 func (f follower) apply(r *nftables.Rule) (v *expr.Verdict, certain bool, err error) {
 	registers := map[uint32][]byte{} // a register that is missing is unknown
 	certain = true
@@ -245,8 +257,12 @@ func (f follower) apply(r *nftables.Rule) (v *expr.Verdict, certain bool, err er
 		case *expr.Counter, *expr.Log, *expr.Notrack:
 		case *expr.Verdict:
 			return e, certain, nil
-		case *expr.Reject:
+		case *expr.Reject, *expr.Redir:
 			return &expr.Verdict{Kind: expr.VerdictDrop}, certain, nil
+		case *expr.NAT:
+			if redirects(e) {
+				return &expr.Verdict{Kind: expr.VerdictDrop}, certain, nil
+			}
 		case *expr.Immediate:
 			registers[e.Register] = e.Data
 		case *expr.Meta:

@@ -15,6 +15,22 @@ import (
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/firewalltest"
 )
 
+// kubeProxy contains rules of kube-proxy in its mode nftables for a Service with a port of the Node, as far as they are
+// about destinations, and rules of portmap for a port of the host.
+const kubeProxy = `
+	map service-ips { type ipv4_addr . inet_proto . inet_service : verdict ; elements = { 10.96.0.10 . udp . 53 : goto service-dns } ; }
+	map service-nodeports { type inet_proto . inet_service : verdict ; elements = { tcp . 30080 : goto service-dns } ; }
+	set nodeport-ips { type ipv4_addr ; elements = { 192.0.2.1 } ; }
+	chain endpoint-a { udp dport 53 meta mark set 0x4000 ; meta l4proto udp dnat to 10.5.7.2:53 ; }
+	chain service-dns { ip daddr 10.96.0.10 udp dport 53 ip saddr != 10.5.0.0/16 meta mark set 0x4000 ; numgen random mod 1 vmap { 0 : goto endpoint-a } ; }
+	chain services {
+		ip daddr . meta l4proto . th dport vmap @service-ips
+		ip daddr @nodeport-ips meta l4proto . th dport vmap @service-nodeports
+	}
+	chain nat-prerouting { type nat hook prerouting priority dstnat ; jump services ; }
+	chain hostports { tcp dport 8080 dnat to 10.5.49.2:80 ; }
+	chain prerouting { type nat hook prerouting priority dstnat ; fib daddr type local jump hostports ; }`
+
 // TestKernelBlocks checks which rules drop a packet of the tunnel, or one between pods.
 func TestKernelBlocks(t *testing.T) {
 	firewalltest.Enter(t)
@@ -37,6 +53,7 @@ func TestKernelBlocks(t *testing.T) {
 		packet   firewall.Packet
 		want     string // chain and rule; empty if the packet passes
 		doubtful bool
+		redirect bool
 	}{
 		"no rules":                     {packet: tunnel},
 		"drop of the port":             {table: "chain in { type filter hook input priority 0 ; udp dport 8472 drop ; }", packet: tunnel, want: "in the rule with handle"},
@@ -68,6 +85,14 @@ func TestKernelBlocks(t *testing.T) {
 		"drop of others in the bridge": {family: "bridge", table: "chain early { type filter hook input priority 0 ; policy drop ; }", packet: pods},
 		"drop between ports":           {family: "bridge", table: "chain through { type filter hook forward priority 0 ; policy drop ; }", packet: back},
 		"port of a bridge accepted":    {family: "bridge", table: "chain early { type filter hook prerouting priority 0 ; policy drop ; iifname veth1 accept ; }", packet: back, want: "early policy drop", doubtful: true},
+		"redirection":                  {family: "ip", table: "chain pre { type nat hook prerouting priority dstnat ; iifname flannel.1 dnat to 192.0.2.9 ; }", packet: pods, want: "pre the rule with handle", redirect: true},
+		"redirection to this host":     {table: "chain pre { type nat hook prerouting priority dstnat ; meta l4proto tcp redirect to :3128 ; }", packet: pods, want: "pre the rule with handle", redirect: true},
+		"redirection of sent packets":  {table: "chain out { type nat hook output priority -100 ; udp dport 8472 dnat ip to 192.0.2.9 ; }", packet: sent, want: "out the rule with handle", redirect: true},
+		"redirection of others":        {table: "chain pre { type nat hook prerouting priority dstnat ; ip daddr 192.0.2.1 dnat ip to 10.5.49.2 ; }", packet: pods},
+		"redirection of the port":      {table: "chain pre { type nat hook prerouting priority dstnat ; tcp dport 80 dnat ip to 10.5.49.2 ; }", packet: pods},
+		"redirection after accept":     {table: "chain pre { type nat hook prerouting priority dstnat ; ip daddr 10.5.0.0/16 accept ; dnat ip to 192.0.2.9 ; }", packet: pods},
+		"masquerading":                 {table: "chain post { type nat hook postrouting priority srcnat ; masquerade ; }", packet: pods},
+		"kube-proxy and portmap":       {family: "ip", table: kubeProxy, packet: back},
 		"drop at ingress of inet":      {table: "chain early { type filter hook ingress device eth0 priority 0 ; udp dport 8472 drop ; }", packet: tunnel6, want: "early the rule with handle"},
 	} {
 		table := cmp.Or(tt.family, "inet") + " foreign"
@@ -80,8 +105,8 @@ func TestKernelBlocks(t *testing.T) {
 		if len(blocks) > 0 {
 			b = blocks[0]
 		}
-		if len(blocks) > 1 || (len(blocks) > 0) != (tt.want != "") || !strings.HasPrefix(b.Chain+" "+b.Rule, tt.want) || b.Doubtful != tt.doubtful {
-			t.Errorf("%s: %+v, want %q, doubtful %v", name, blocks, tt.want, tt.doubtful)
+		if len(blocks) > 1 || (len(blocks) > 0) != (tt.want != "") || !strings.HasPrefix(b.Chain+" "+b.Rule, tt.want) || b.Doubtful != tt.doubtful || b.Redirects != tt.redirect {
+			t.Errorf("%s: %+v, want %q, doubtful %v, redirects %v", name, blocks, tt.want, tt.doubtful, tt.redirect)
 		}
 		firewalltest.Shell(t, "nft 'delete table "+table+"'")
 	}
