@@ -8,14 +8,15 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"maps"
 	"net/netip"
 	"slices"
-	"sync"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/doctor"
@@ -33,6 +34,8 @@ type verdict struct {
 	PublicIP netip.Addr   `json:"publicIP"`
 	Peer     string       `json:"peer,omitempty"` // key of its lease
 	status.Outcome
+
+	refused bool // nothing is sent
 }
 
 func newCheckCommand(h host) *cobra.Command {
@@ -110,90 +113,129 @@ func parsePeers(texts []string) ([]netip.Prefix, error) {
 	return peers, nil
 }
 
+// check prints each verdict as soon as it and those before it are known, because peers that do not answer take seconds.
 func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, failed bool, out output) error {
-	verdicts := checkAll(cmd.Context(), r, only, cmd.ErrOrStderr())
-	findings := examine(cmd.Context(), []status.Report{r}, nil, func(status.Report) []netip.Prefix { return silent(verdicts) })
-	if err := cmd.Context().Err(); err != nil {
-		return err
+	ctx := cmd.Context()
+	verdicts := toCheck(r, only)
+	if len(verdicts) == 0 {
+		return oneline.Join(out.print(cmd.OutOrStdout(), verdicts, func(io.Writer) {}), errors.New("there is no peer to check"))
+	}
+	facts := linux.Gather(ctx, r)
+	findings := doctor.Examine(facts)
+
+	shown := []verdict{} // not nil, so that JSON contains [] if there is none
+	show := func(v verdict) { shown = append(shown, v) }
+	if out.hasRows() {
+		t := out.table(cmd.OutOrStdout(), "SUBNET\tPUBLIC IP\tRESULT\tRTT\t+KEY\t+LARGEST\tADVICE", longest(verdicts)...)
+		show = func(v verdict) {
+			t.row(v.Subnet.String(), v.Subnet, v.PublicIP, v.Result(), dash(v.RoundTrip()), v.Peer, number(v.Largest), v.Advice)
+		}
 	}
 
 	broken := 0
-	for i, v := range verdicts {
-		verdicts[i] = v.because(findings)
-		if v.Broken == string(paths.Underlay) {
-			verdicts[i].Advice = cmp.Or(linux.Neighbour(v.PublicIP), v.Advice)
+	for v := range diagnose(ctx, r, verdicts) {
+		if err := ctx.Err(); err != nil {
+			return err
 		}
-		if verdicts[i].Broken != "" {
+
+		known := findings
+		if v.silent() {
+			facts.Attached, _ = linux.Attached(r, facts.Bridges) // again, because it has only filters that have dropped packets
+			facts.Silent = []netip.Prefix{v.Subnet}
+			if len(facts.Attached) > 0 {
+				known = doctor.Examine(facts)
+			}
+		}
+		v = v.because(known)
+		if v.Broken != "" {
 			broken++
 		}
-	}
-	shown := slices.Clone(verdicts)
-	if failed {
-		shown = slices.DeleteFunc(shown, func(v verdict) bool { return v.OK })
-	}
-	err := out.print(cmd.OutOrStdout(), shown, func(w io.Writer) {
-		t := out.table(w, "SUBNET\tPUBLIC IP\tRESULT\tRTT\t+KEY\t+LARGEST\tADVICE")
-		for _, v := range shown {
-			t.row(v.Subnet.String(), v.Subnet, v.PublicIP, v.Result(), dash(v.RoundTrip()), v.Peer, number(v.Largest), v.Advice)
+		if !failed || !v.OK {
+			show(v)
 		}
-	})
-
-	switch {
-	case err != nil:
-		return err
-	case len(verdicts) == 0:
-		return errors.New("there is no peer to check")
-	case broken > 0:
-		return fmt.Errorf("%d of %d ways are broken", broken, len(verdicts))
 	}
-	return nil
+
+	var err error
+	if !out.hasRows() {
+		err = out.print(cmd.OutOrStdout(), shown, nil)
+	}
+	if err == nil && broken > 0 {
+		err = fmt.Errorf("%d of %d ways are broken", broken, len(verdicts))
+	}
+	return err
 }
 
-// checkAll checks the paths to the peers in only, or to all if it is empty. The verdicts are sorted by subnet. They lack
-// a result for refused peers, to which nothing is sent, and if ctx ends. Because peers that do not answer take seconds,
-// checkAll writes a line after each hundred.
-func checkAll(ctx context.Context, r status.Report, only []netip.Prefix, progress io.Writer) []verdict {
-	var mu sync.Mutex
-	verdicts := []verdict{} // not nil, so that JSON contains [] if there is no peer
-	ways := pathsOf(r)
-	group := errgroup.Group{}
-	group.SetLimit(checkAtOnce)
-	for _, p := range r.Peers {
-		for i, s := range p.Subnets {
-			if !chosen(only, s, p.PublicIPs[i]) {
-				continue
+// longest returns the longest cell of each column of a table.
+func longest(verdicts []verdict) []string {
+	cells := []string{"", "", "forwarding", "999.99 ms", "", "", ""}
+	for _, v := range verdicts {
+		for i, text := range map[int]string{0: v.Subnet.String(), 1: v.PublicIP.String(), 4: v.Peer} {
+			if len(text) > len(cells[i]) {
+				cells[i] = text
 			}
-
-			group.Go(func() error {
-				v := verdict{Subnet: s, PublicIP: p.PublicIPs[i], Peer: p.Key}
-				if p.State != status.Refused {
-					v.Outcome = outcomeOf(paths.Diagnose(ctx, paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, ways))
-					v = v.directed(r.Paths)
-				}
-				mu.Lock()
-				defer mu.Unlock()
-				verdicts = append(verdicts, v)
-				if len(verdicts)%100 == 0 {
-					fmt.Fprintln(progress, len(verdicts), "checked")
-				}
-				return nil
-			})
 		}
 	}
-	_ = group.Wait()
+	return cells
+}
+
+// toCheck returns a verdict without a result for each path to the peers in only, or to all if it is empty, sorted by
+// subnet.
+func toCheck(r status.Report, only []netip.Prefix) []verdict {
+	verdicts := []verdict{}
+	for _, p := range r.Peers {
+		for i, s := range p.Subnets {
+			if chosen(only, s, p.PublicIPs[i]) {
+				verdicts = append(verdicts, verdict{Subnet: s, PublicIP: p.PublicIPs[i], Peer: p.Key, refused: p.State == status.Refused})
+			}
+		}
+	}
 	slices.SortFunc(verdicts, func(a, b verdict) int { return a.Subnet.Compare(b.Subnet) })
 	return verdicts
 }
 
-// silent returns the subnets of peers whose hosts answer, and whose ends of the network do not.
-func silent(verdicts []verdict) (subnets []netip.Prefix) {
-	for _, v := range verdicts {
-		if v.Broken != "" && v.Broken != string(paths.Underlay) {
-			subnets = append(subnets, v.Subnet)
+// diagnose checks paths, and yields their verdicts in the same order. They lack a result for refused peers, to which
+// nothing is sent, and if ctx ends.
+func diagnose(ctx context.Context, r status.Report, verdicts []verdict) iter.Seq[verdict] {
+	ways := pathsOf(r)
+	results := make([]chan verdict, len(verdicts))
+	for i := range results {
+		results[i] = make(chan verdict, 1)
+	}
+
+	return func(yield func(verdict) bool) {
+		go func() {
+			group := errgroup.Group{}
+			group.SetLimit(checkAtOnce)
+			for i, v := range verdicts {
+				group.Go(func() error {
+					if !v.refused {
+						v = v.diagnosed(ctx, ways, r.Paths)
+					}
+					results[i] <- v
+					return nil
+				})
+			}
+		}()
+		for _, result := range results {
+			if !yield(<-result) {
+				return
+			}
 		}
 	}
-	return subnets
 }
+
+// diagnosed returns the verdict with its result.
+func (v verdict) diagnosed(ctx context.Context, ways paths.Network, found *status.Paths) verdict {
+	v.Outcome = outcomeOf(paths.Diagnose(ctx, paths.Path{Subnet: v.Subnet, PublicIP: v.PublicIP}, ways))
+	v = v.directed(found)
+	if v.Broken == string(paths.Underlay) {
+		v.Advice = cmp.Or(linux.Neighbour(v.PublicIP), v.Advice)
+	}
+	return v
+}
+
+// silent reports whether the host of a peer answers, and its end of the network does not.
+func (v verdict) silent() bool { return v.Broken != "" && v.Broken != string(paths.Underlay) }
 
 // directed returns the verdict with the direction that the daemon has found, if the path is broken.
 func (v verdict) directed(found *status.Paths) verdict {

@@ -26,8 +26,9 @@ import (
 // connectivityFlags are the flags of connectivity test.
 type connectivityFlags struct {
 	clusterFlags
-	store storeFlags
-	image string
+	store    storeFlags
+	image    string
+	progress io.Writer
 }
 
 // The roles of the pods.
@@ -62,6 +63,7 @@ exit code is 1 if a path is broken, and 2 if nothing can be tested.`,
 			if err := f.check(); err != nil {
 				return err
 			}
+			f.progress = cmd.ErrOrStderr()
 			c, err := f.test(cmd.Context())
 			if err != nil {
 				return err
@@ -163,13 +165,17 @@ func (f *connectivityFlags) test(ctx context.Context) (c connectivity, err error
 // and are done, by Node. If there is none, it returns why.
 func (f *connectivityFlags) await(ctx context.Context, t *kube.TestPods, role string, nodes []string, limit time.Duration, done func(kube.TestPod) bool) (map[string]kube.TestPod, error) {
 	end := time.Now().Add(limit)
-	for {
+	for known := -1; ; {
 		pods, err := t.Pods(ctx, role)
 		if err != nil {
 			return nil, fmt.Errorf("%w: %w", errCannotAsk, err)
 		}
 		state := pods[nodes[0]].State
 		maps.DeleteFunc(pods, func(_ string, p kube.TestPod) bool { return !done(p) })
+		if len(pods) != known {
+			known = len(pods)
+			fmt.Fprintf(f.progress, "%d of %d pods that are a %s are done\n", known, len(nodes), role)
+		}
 		switch {
 		case len(pods) == len(nodes), time.Now().After(end) && len(pods) > 0:
 			return pods, nil

@@ -55,7 +55,13 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 			default:
 				findings = examine(cmd.Context(), reports, away, func(r status.Report) []netip.Prefix {
 					r.Peers = r.Peers[:min(len(r.Peers), checkAtOnce)] // these need seconds if they do not answer
-					return silent(checkAll(cmd.Context(), r, nil, cmd.ErrOrStderr()))
+					var silent []netip.Prefix
+					for v := range diagnose(cmd.Context(), r, toCheck(r, nil)) {
+						if v.silent() {
+							silent = append(silent, v.Subnet)
+						}
+					}
+					return silent
 				})
 			}
 

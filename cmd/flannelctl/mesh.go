@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -67,18 +68,21 @@ func (f *meshFlags) check() error {
 	return f.clusterFlags.check()
 }
 
-// ask asks all hosts once.
-func (f *meshFlags) ask(ctx context.Context) (*mesh.Matrix, error) {
+// ask asks all hosts once. Of many hosts it prints at once which ones do not answer, because each of these takes seconds.
+func (f *meshFlags) ask(ctx context.Context, progress io.Writer) (*mesh.Matrix, error) {
 	c, err := f.find(ctx)
 	if err != nil {
 		return nil, err
 	}
 	defer c.close()
+	if len(c.hosts) > meshAtOnce {
+		c.failed = func(h mesh.Host, why string) { fmt.Fprintf(progress, "nothing is known from %s: %s\n", h, why) }
+	}
 	return c.collect(ctx, f.timeout)
 }
 
 func showMesh(cmd *cobra.Command, f *meshFlags, out output) error {
-	m, err := f.ask(cmd.Context())
+	m, err := f.ask(cmd.Context(), cmd.ErrOrStderr())
 	if err != nil {
 		return err
 	}

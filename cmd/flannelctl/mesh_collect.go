@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/netip"
 	"net/url"
+	"sync"
 	"syscall"
 	"time"
 
@@ -48,6 +49,9 @@ type cluster struct {
 	// close the body before it cancels ctx.
 	ask   func(ctx context.Context, h mesh.Host) (answer io.ReadCloser, err error)
 	close func()
+	// failed is called for each host of which nothing is known, as soon as that is clear, by one goroutine at a time.
+	// It may be nil.
+	failed func(h mesh.Host, why string)
 }
 
 // find reads the hosts from the store. The caller closes the cluster, unless find returns an error.
@@ -87,10 +91,16 @@ func (c cluster) collect(ctx context.Context, most time.Duration) (*mesh.Matrix,
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(meshAtOnce)
 	reading := make(chan struct{}, meshReading)
+	var telling sync.Mutex
 	for i := range m.Hosts {
 		group.Go(func() error {
 			if err := c.collectOne(ctx, m, i, most, reading); err != nil {
 				m.Fail(i, err)
+			}
+			if why := m.Problem(i); why != "" && c.failed != nil {
+				telling.Lock()
+				defer telling.Unlock()
+				c.failed(m.Hosts[i], why)
 			}
 			return ctx.Err()
 		})

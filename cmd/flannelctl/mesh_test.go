@@ -57,12 +57,14 @@ func TestHostileHosts(t *testing.T) {
 			at := netip.MustParseAddrPort(server.Listener.Addr().String())
 			f := meshFlags{port: at.Port(), clusterFlags: clusterFlags{timeout: 2 * time.Second}}
 			c := cluster{hosts: []mesh.Host{{Key: "a", Name: "a", PublicIPs: []netip.Addr{at.Addr()}}}, ask: f.overHTTP()}
+			var told string
+			c.failed = func(h mesh.Host, why string) { told = h.Name + ": " + why }
 			m, err := c.collect(t.Context(), f.timeout)
 			if err != nil {
 				t.Fatal(err)
 			}
-			if got := m.Problem(0); !strings.Contains(got, tc.want) {
-				t.Errorf("the problem is %q, want %q", got, tc.want)
+			if got := m.Problem(0); !strings.Contains(got, tc.want) || told != "a: "+got {
+				t.Errorf("the problem is %q, want %q; told: %q", got, tc.want, told)
 			}
 		})
 	}

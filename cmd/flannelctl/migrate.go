@@ -122,7 +122,7 @@ the present backend until they reach all peers through the next one.`,
 // checkFinish asks all hosts, and returns an error if one still needs the present backend or does not answer. It
 // prints a line for each of the first such hosts.
 func (f *meshFlags) checkFinish(cmd *cobra.Command) error {
-	m, err := f.ask(cmd.Context())
+	m, err := f.ask(cmd.Context(), cmd.ErrOrStderr())
 	if err != nil {
 		return err
 	}

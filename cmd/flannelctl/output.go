@@ -50,7 +50,7 @@ func (o *output) Set(s string) error {
 // print writes v to w as JSON or YAML. For the other formats it calls text, which
 // writes tab-separated columns.
 func (o *output) print(w io.Writer, v any, text func(io.Writer)) error {
-	if o.format != "json" && o.format != "yaml" {
+	if o.hasRows() {
 		t := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
 		text(t)
 		return t.Flush()
@@ -67,16 +67,22 @@ func (o *output) print(w io.Writer, v any, text func(io.Writer)) error {
 	return err
 }
 
+// hasRows reports whether the format is that of a table, or of one name a line.
+func (o *output) hasRows() bool { return o.format != "json" && o.format != "yaml" }
+
 // table writes the rows of a table or, with -o name, only the name of each.
 type table struct {
 	io.Writer
 	*output
 	titles []string
+	// longest are the longest cells of the columns. If there are none, a tabwriter aligns the columns.
+	longest []string
 }
 
 // table writes the titles of the columns, which tabs separate. A column whose title begins with + is only for -o wide.
-func (o *output) table(w io.Writer, titles string) table {
-	t := table{w, o, strings.Split(titles, "\t")}
+// With the longest cell of each column, each row is printed at once. Otherwise w must be the writer of print.
+func (o *output) table(w io.Writer, titles string, longest ...string) table {
+	t := table{w, o, strings.Split(titles, "\t"), longest}
 	if o.format != "name" {
 		var cells []any
 		for _, title := range t.titles {
@@ -93,13 +99,21 @@ func (t table) row(name string, cells ...any) {
 		fmt.Fprintln(t, name)
 		return
 	}
+	gap := "\t"
+	if len(t.longest) > 0 {
+		gap = "   "
+	}
 	var shown []string
 	for i, title := range t.titles {
+		cell := fmt.Sprint(cells[i])
+		if len(t.longest) > 0 {
+			cell = fmt.Sprintf("%-*s", max(len(strings.TrimPrefix(title, "+")), len(t.longest[i])), cell)
+		}
 		if t.format == "wide" || !strings.HasPrefix(title, "+") {
-			shown = append(shown, fmt.Sprint(cells[i]))
+			shown = append(shown, cell)
 		}
 	}
-	fmt.Fprintln(t, strings.Join(shown, "\t"))
+	fmt.Fprintln(t, strings.TrimRight(strings.Join(shown, gap), " "))
 }
 
 // follow calls look, with pauses, until it returns an empty text or ctx ends. Any other text says what is waited for, and

@@ -42,6 +42,26 @@ func expectLines(t *testing.T, output string, want ...string) {
 	}
 }
 
+// TestRowsAtOnce checks that rows whose longest cells are known are aligned and printed without those that follow.
+func TestRowsAtOnce(t *testing.T) {
+	var out bytes.Buffer
+	o := output{format: "table"}
+	rows := o.table(&out, "SUBNET\t+KEY\tADVICE", "10.5.163.0/24", "", "")
+	expect := func(want string) {
+		t.Helper()
+		if got := out.String(); got != want {
+			t.Errorf("%q, want %q", got, want)
+		}
+		out.Reset()
+	}
+
+	expect("SUBNET          ADVICE\n")
+	rows.row("", "10.5.7.0/24", "key", "")
+	expect("10.5.7.0/24\n")
+	rows.row("", "10.5.163.0/24", "key", "no")
+	expect("10.5.163.0/24   no\n")
+}
+
 // TestFormsOfLeases checks that each form of the list shows the leases, and wide also what does not fit.
 func TestFormsOfLeases(t *testing.T) {
 	all := entries{all: []subnet.Entry{

@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"bufio"
 	"bytes"
 	"encoding/json"
 	"errors"
@@ -345,6 +346,45 @@ func TestFlannelctlStatus(t *testing.T) {
 	expectLog(t, d, "going on from the last known state")
 	expectFlannelctlFails(t, a, []string{"status"}, "not ready", "away")
 	expectFlannelctlFails(t, a, []string{"status", "--wait", "--timeout=1s"}, "waiting until flanneld is ready: ", "not ready, version", "flannelctl: flanneld is not ready")
+}
+
+// TestCheckPrintsAtOnce checks that the result of a peer that answers is there while others are still waited for.
+func TestCheckPrintsAtOnce(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	startAll(t, l, lab.FlanneldOptions{})
+	expectConverged(t, l)
+	a := l.Host(1)
+	putKey(t, etcdClient(t, l), subnets+"10.5.210.0-24", vxlanLease("192.168.77.210", "02:00:00:00:00:77"))
+	eventually(t, "the peer that does not answer is known", func() error {
+		if n := len(statusOf(t, a).Peers); n != 2 {
+			return fmt.Errorf("%d peers", n)
+		}
+		return nil
+	})
+
+	cmd := exec.Command(built("flannelctl"), "check")
+	read, write, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer read.Close()
+	cmd.Stdout = write
+	if err := a.Start(cmd); err != nil {
+		t.Fatal(err)
+	}
+	_ = write.Close()
+
+	lines := bufio.NewScanner(read)
+	for lines.Scan() && !strings.Contains(lines.Text(), " ok ") {
+		continue
+	}
+	if err := cmd.Process.Signal(os.Interrupt); err != nil { // it has not ended yet
+		t.Errorf("%q is printed at the end: %v", lines.Text(), err)
+	}
+	if err := cmd.Wait(); cmd.ProcessState.ExitCode() != 2 {
+		t.Errorf("an interrupted check: %v, want exit code 2", err)
+	}
 }
 
 // TestFlannelctlCheck checks that the command check reports no fault if nothing is dropped, and

@@ -73,14 +73,19 @@ func Gather(ctx context.Context, r status.Report) doctor.Facts {
 	}
 	f.Blocks = slices.Concat(inIPTables, inNFTables)
 
-	devices := append(slices.Clone(r.Network.Devices), r.Interface.Name)
-	for _, b := range f.Bridges {
-		devices = append(devices, b.Name)
-	}
-	if f.Attached, e = attached(devices); e != nil {
+	if f.Attached, e = Attached(r, f.Bridges); e != nil {
 		f.Unread = oneline.Join(f.Unread, fmt.Errorf("read what is attached to devices: %w", e))
 	}
 	return f
+}
+
+// Attached returns what may drop packets at the devices of a network and at its bridges.
+func Attached(r status.Report, bridges []doctor.Bridge) ([]doctor.Attached, error) {
+	devices := append(slices.Clone(r.Network.Devices), r.Interface.Name)
+	for _, b := range bridges {
+		devices = append(devices, b.Name)
+	}
+	return attached(devices)
 }
 
 func release() string {
