@@ -231,6 +231,9 @@ func (v verdict) diagnosed(ctx context.Context, ways paths.Network, found *statu
 	if v.Broken == string(paths.Underlay) {
 		v.Advice = cmp.Or(linux.Neighbour(v.PublicIP), v.Advice)
 	}
+	if !v.OK && v.Broken != string(paths.MTU) && v.Broken != string(paths.Checksum) {
+		v.Advice = cmp.Or(linux.Twins(ctx, v.PublicIP), v.Advice)
+	}
 	return v
 }
 
@@ -251,12 +254,12 @@ func (v verdict) directed(found *status.Paths) verdict {
 }
 
 // because returns the verdict with the cause that was found on this host, if there is one, or with what may be the
-// cause. A peer whose host is not reached at all keeps its verdict.
+// cause. A peer whose host is not reached at all keeps its verdict, unless the address of this host is the cause.
 func (v verdict) because(findings []doctor.Finding) verdict {
-	if v.Broken == string(paths.Underlay) {
-		return v
-	}
 	for _, f := range findings {
+		if v.Broken == string(paths.Underlay) && f.Word != doctor.Duplicate {
+			continue
+		}
 		if f.Concerns(v.Subnet) {
 			v.Outcome = status.Outcome{Broken: f.Word, Advice: f.Problem + "; fix: " + f.Fix}
 			return v

@@ -44,6 +44,7 @@ type Facts struct {
 	Docker   []Docker
 	Blocks   []firewall.Block // rules that drop packets of the network
 	Attached []Attached
+	Twins    []Twin
 	Silent   []netip.Prefix // subnets of peers whose hosts answer, and whose ends of the network do not
 	Before   *Before        // the facts of a host without a daemon; otherwise nil
 }
@@ -89,7 +90,7 @@ func Examine(networks ...Facts) []Finding {
 
 	for _, h := range networks {
 		for _, check := range []func(finder){
-			h.daemon, h.peers, h.sharedAddresses, h.forwarding, h.connections, h.ways, h.partly, h.ipsec, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules, h.next, h.before,
+			h.daemon, h.peers, h.sharedAddresses, h.twins, h.forwarding, h.connections, h.ways, h.partly, h.ipsec, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules, h.next, h.before,
 		} {
 			check(found)
 		}
@@ -231,7 +232,31 @@ func (h Facts) sharedAddresses(found finder) {
 		fix = "kubectl delete node NODE for those that are gone; Nodes behind one NAT may share an address"
 	}
 	for _, s := range h.Report.SharedPublicIPs {
-		found(note(fmt.Sprintf("the leases %s have the public address %s: all are served, but a host that is gone may have left some of them", oneline.List(s.Leases, ", "), s.PublicIP), fix))
+		f := note(fmt.Sprintf("the leases %s have the public address %s: all are served, but a host that is gone may have left some of them", oneline.List(s.Leases, ", "), s.PublicIP), fix)
+		for _, p := range h.Report.Peers {
+			if slices.Contains(s.Leases, p.Key) {
+				f.Subnets = append(f.Subnets, p.Subnets...)
+			}
+		}
+		found(f)
+	}
+}
+
+// Twin is another host with an address of this one.
+type Twin struct {
+	Dev  string
+	Addr netip.Addr
+	MAC  string
+}
+
+// Duplicate is the word for an address of this host that another one has too.
+const Duplicate = "duplicate"
+
+// twins finds other hosts with the address of this one. Whether packets reach this host is a matter of chance then.
+func (h Facts) twins(found finder) {
+	for _, t := range h.Twins {
+		found(cut(Duplicate, fmt.Sprintf("another host on %s, with the MAC address %s, has the address %s of this one: packets to this host may go there", t.Dev, t.MAC, t.Addr),
+			"give one of both hosts another address; the table of MAC addresses of the switch, or ip neigh, helps to find the other"))
 	}
 }
 

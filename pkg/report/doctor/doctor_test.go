@@ -172,6 +172,9 @@ func TestDoctor(t *testing.T) {
 		{name: "leases with one public address", report: shared(2), want: "the leases lease1, lease2 have the public address 192.0.2.7", fix: "flannelctl revoke LEASE"},
 		{name: "many leases with one public address", report: shared(10), want: "lease8, and 2 more have the public address 192.0.2.7", fix: "flannelctl revoke LEASE"},
 		{name: "Nodes with one public address", report: func(r *status.Report) { shared(2)(r); kubernetes(r) }, want: "lease1, lease2 have", fix: "kubectl delete node NODE"},
+		{name: "another host with this address", facts: func(h *Facts) {
+			h.Twins = []Twin{{Dev: "eth0", Addr: netip.MustParseAddr("192.0.2.49"), MAC: "02:00:00:00:00:99"}}
+		}, want: "another host on eth0, with the MAC address 02:00:00:00:00:99, has the address 192.0.2.49 of this one", fix: "another address", word: Duplicate},
 		{name: "a refused peer", report: func(r *status.Report) { r.Peers[0].State, r.Peers[0].Error = status.Refused, "another backend" }, want: "refuses the peer 10.5.7.0-24 (another backend)", fix: "flannelctl status", word: "refused"},
 		{name: "a peer without a route", report: func(r *status.Report) { r.Peers[0].State = status.Missing }, want: "the kernel lacks objects for the peer 10.5.7.0-24", fix: "flannelctl status", word: "missing"},
 		{name: "no store", report: func(r *status.Report) {

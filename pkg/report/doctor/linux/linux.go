@@ -63,6 +63,9 @@ func Pods(r status.Report) doctor.Facts {
 
 // Gather returns the facts about this host and one of its networks.
 func Gather(ctx context.Context, r status.Report) doctor.Facts {
+	twins := make(chan []doctor.Twin, 1)
+	go func() { twins <- ownTwins(ctx, r) }() // it waits for answers
+
 	f := Pods(r)
 	f.Docker = docker(ctx, r, f.Bridges)
 	packets := packets(r, f.Ways)
@@ -76,6 +79,7 @@ func Gather(ctx context.Context, r status.Report) doctor.Facts {
 	if f.Attached, e = Attached(r, f.Bridges); e != nil {
 		f.Unread = oneline.Join(f.Unread, fmt.Errorf("read what is attached to devices: %w", e))
 	}
+	f.Twins = <-twins
 	return f
 }
 

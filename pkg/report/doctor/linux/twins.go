@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package linux
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/report/doctor"
+	"github.com/flanneld/flanneld/pkg/report/status"
+)
+
+// holdersTime is the time to wait for the hosts that have an address. Hosts of one segment answer within milliseconds.
+const holdersTime = 200 * time.Millisecond
+
+// ownTwins returns the other hosts that have an IPv4 address of this one. Of IPv6 addresses the kernel itself finds out
+// whether another host has them, and does not use them then.
+func ownTwins(ctx context.Context, r status.Report) (all []doctor.Twin) {
+	for _, a := range r.Interface.Addresses {
+		for _, mac := range holders(ctx, r.Interface.Name, a.Local) {
+			all = append(all, doctor.Twin{Dev: r.Interface.Name, Addr: a.Local, MAC: mac})
+		}
+	}
+	return all
+}
+
+// Twins says that several hosts of the same segment may have an address. It returns an empty text if not.
+func Twins(ctx context.Context, a netip.Addr) string {
+	route, err := lookUp(a, nil, map[int]string{})
+	if err != nil || route.Err != nil || route.Via.IsValid() {
+		return ""
+	}
+	macs := holders(ctx, route.Dev, a)
+	if len(macs) < 2 {
+		return ""
+	}
+	return fmt.Sprintf("%s answer on %s for %s: two hosts have this address, or one has two interfaces there", strings.Join(macs, " and "), route.Dev, a)
+}
+
+// arp is a packet of ARP for Ethernet and IPv4.
+type arp struct {
+	Hardware, Protocol uint16
+	Sizes              [2]uint8
+	Operation          uint16
+	Sender             [6]byte
+	SenderIP           [4]byte
+	Target             [6]byte
+	TargetIP           [4]byte
+}
+
+// holders returns the MAC addresses of the other hosts that answer for an IPv4 address on the segment of a device. It sends
+// the probe of RFC 5227, which has no address of its sender, so no host learns anything from it. It returns nothing if it
+// cannot ask, as without CAP_NET_RAW, or on a device without ARP. It leaves out default gateways, because switches and
+// clouds have some that answer for all addresses.
+func holders(ctx context.Context, dev string, a netip.Addr) (macs []string) {
+	link, err := netlink.LinkByName(dev)
+	if err != nil || !a.Is4() || len(link.Attrs().HardwareAddr) != 6 || link.Attrs().Flags&net.FlagBroadcast == 0 {
+		return nil
+	}
+	known, err := gateways(link.Attrs().Index)
+	if err != nil {
+		return nil
+	}
+	links, err := dump(netlink.LinkList)
+	if err != nil {
+		return nil
+	}
+	for _, own := range links {
+		known = append(known, own.Attrs().HardwareAddr.String())
+	}
+
+	protocol := binary.NativeEndian.Uint16(binary.BigEndian.AppendUint16(nil, unix.ETH_P_ARP)) // in the order of the network
+	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, int(protocol))
+	if err != nil {
+		return nil
+	}
+	socket := os.NewFile(uintptr(fd), "arp")
+	defer socket.Close()
+	everyone := &unix.SockaddrLinklayer{Protocol: protocol, Ifindex: link.Attrs().Index, Halen: 6, Addr: [8]byte{255, 255, 255, 255, 255, 255}}
+	if unix.Bind(fd, everyone) != nil {
+		return nil
+	}
+	probe := arp{Hardware: 1, Protocol: unix.ETH_P_IP, Sizes: [2]uint8{6, 4}, Operation: 1, Sender: [6]byte(link.Attrs().HardwareAddr), TargetIP: a.As4()}
+	packet, err := binary.Append(nil, binary.BigEndian, probe)
+	if err != nil || unix.Sendto(fd, packet, 0, everyone) != nil || socket.SetReadDeadline(time.Now().Add(holdersTime)) != nil {
+		return nil
+	}
+	stop := context.AfterFunc(ctx, func() { _ = socket.Close() })
+	defer stop()
+
+	for {
+		answer := make([]byte, 64)
+		n, err := socket.Read(answer)
+		if err != nil {
+			slices.Sort(macs)
+			return macs
+		}
+		var said arp
+		if _, err := binary.Decode(answer[:n], binary.BigEndian, &said); err != nil || said.SenderIP != a.As4() {
+			continue
+		}
+
+		if mac := net.HardwareAddr(said.Sender[:]).String(); !slices.Contains(known, mac) {
+			known = append(known, mac)
+			macs = append(macs, mac)
+		}
+	}
+}
+
+// gateways returns the MAC addresses of the gateways of default routes through a device, as far as the kernel knows them.
+func gateways(device int) (macs []string, err error) {
+	routes, err := routes(unix.RTN_UNICAST)
+	if err != nil {
+		return nil, err
+	}
+	neighbours, err := dump(func() ([]netlink.Neigh, error) { return netlink.NeighList(device, netlink.FAMILY_V4) })
+	for _, r := range routes {
+		if to, ok := toPrefix(r.Dst); ok && to.Bits() > 0 {
+			continue
+		}
+		for _, n := range neighbours {
+			if n.IP.Equal(r.Gw) {
+				macs = append(macs, n.HardwareAddr.String())
+			}
+		}
+	}
+	return macs, err
+}
