@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
+	"os"
 	"slices"
 
 	"github.com/spf13/cobra"
@@ -30,7 +31,7 @@ func newDoctorCommand(h host) *cobra.Command {
 peer, and checks peers, the bridges of pods, forwarding, reverse-path filtering, bridge
 filtering, other firewalls, Docker's rules, udev's MAC policy, ports, kernel modules, and
 public addresses that several leases have. It changes nothing. The exit code is 1 if
-there is a serious problem.
+there is a serious problem, and 2 if only root can find out.
 
 With --preflight it examines a host on which no flanneld runs yet, for one with the
 flags behind -- and the variables of this environment and of flanneld.env: also the
@@ -41,6 +42,7 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 		RunE: func(cmd *cobra.Command, args []string) error {
 			reports, away := daemon.all(cmd.Context())
 			var findings []doctor.Finding
+			var unread error // set if something is missing that root may read
 			switch {
 			case preflight && away == nil:
 				return errors.New("a flanneld runs on this host: flannelctl doctor without --preflight examines it")
@@ -50,9 +52,11 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 					return err
 				}
 				findings = doctor.Examine(facts)
+				unread = facts.Unread
 			case len(args) > 0:
 				return errors.New("the flags of flanneld need --preflight: a running daemon has its own")
 			default:
+				unread = away
 				findings = examine(cmd.Context(), reports, away, func(r status.Report) []netip.Prefix {
 					r.Peers = r.Peers[:min(len(r.Peers), checkAtOnce)] // these need seconds if they do not answer
 					var silent []netip.Prefix
@@ -77,10 +81,15 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 					fmt.Fprintf(w, "%s\t%s\n\tfix: %s\n", weight, f.Problem, f.Fix)
 				}
 			})
-			if err == nil && slices.ContainsFunc(findings, func(f doctor.Finding) bool { return f.Serious }) {
-				err = errors.New("there are problems")
+			switch {
+			case err != nil:
+				return err
+			case slices.ContainsFunc(findings, func(f doctor.Finding) bool { return f.Serious }):
+				return errors.New("there are problems")
+			case unread != nil && os.Geteuid() != 0:
+				return silentError{errors.New("whether there are problems is not known: run flannelctl doctor as root")}
 			}
-			return err
+			return nil
 		},
 	}
 

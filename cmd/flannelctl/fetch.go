@@ -40,8 +40,8 @@ func (e unknownError) Error() string { return "ask flanneld for its status: " + 
 // Unwrap returns the cause.
 func (e unknownError) Unwrap() error { return e.cause }
 
-// silentError makes the exit code 2: nothing was examined, because no host has answered, or no network of several was
-// chosen.
+// silentError makes the exit code 2: nothing was examined, because no host has answered, no network of several was
+// chosen, or only root may.
 type silentError struct{ error }
 
 // errNotReady makes the exit code 1. The command has already printed the reason.

@@ -45,7 +45,7 @@ type place struct {
 	name     string            // for errors; empty if nothing was found
 	settings map[string]string // values of flanneld's flags, by name
 	looked   []string          // why each place before names no store
-	denied   bool              // a place could not be read, so the store is not known
+	denied   error             // why a place could not be read, so that the store is not known; otherwise nil
 	// apiURL and serviceAccount are those of a daemon in the pod of another mount namespace.
 	apiURL, serviceAccount string
 	// given are all flags of a daemon, and env is its environment.
@@ -70,11 +70,12 @@ func (h host) findStore(kubernetes bool) place {
 			found.looked = p.looked
 			return found
 		}
-		p.looked = append(p.looked, err.Error())
 		// A host whose daemon is not known may use another store than the kubeconfig of this user names.
-		if p.denied = errors.Is(err, fs.ErrPermission); p.denied {
+		if errors.Is(err, fs.ErrPermission) {
+			p.denied = err
 			return p
 		}
+		p.looked = append(p.looked, err.Error())
 	}
 	if !kubernetes {
 		return p
@@ -192,10 +193,11 @@ func (p place) variables() []string {
 // default.
 func (p place) check(endpoints []string, kubernetes bool) error {
 	switch {
+	case p.denied != nil:
+		looked := strings.Join(append(p.looked, ""), "; ")
+		return fmt.Errorf("the store is not known: %s%w: run flannelctl as root, or name the store with flags", looked, p.denied)
 	case p.name != "" || len(p.looked) == 0:
 		return nil
-	case p.denied:
-		return fmt.Errorf("the store is not known: %s: run flannelctl as root, or name the store with flags", strings.Join(p.looked, "; "))
 	}
 
 	for _, e := range endpoints {

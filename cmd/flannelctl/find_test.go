@@ -5,8 +5,10 @@ package main
 import (
 	"bufio"
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -167,7 +169,7 @@ func TestNoStoreFound(t *testing.T) {
 	expect([]string{"leases"}, "which listens on "+dir+"/sock, has other flags than flanneld; "+dir+"/env names no store")
 
 	// A place that cannot be read may name another store than the places after it.
-	if err := (place{looked: []string{"x: permission denied"}, denied: true}).check(nil, true); err == nil || !strings.Contains(err.Error(), "run flannelctl as root") {
+	if err := (place{looked: []string{"x: gone"}, denied: fs.ErrPermission}).check(nil, true); !errors.Is(err, fs.ErrPermission) || !strings.Contains(err.Error(), "x: gone; permission denied: run flannelctl as root") {
 		t.Error(err)
 	}
 

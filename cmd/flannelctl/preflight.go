@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"net/netip"
 	"os"
@@ -61,10 +62,18 @@ func (h host) before(ctx context.Context, args []string) (doctor.Facts, error) {
 		return doctor.Facts{}, err
 	}
 	b := &doctor.Before{}
+	var denied error // the last one that root would not get, which need not be a problem
 	fail := func(problem string, err error, fix string) {
-		if err != nil {
-			b.Findings = append(b.Findings, doctor.Finding{Problem: problem + ": " + err.Error(), Fix: fix, Serious: true})
+		if err == nil {
+			return
 		}
+		f := doctor.Finding{Problem: problem + ": " + err.Error(), Fix: fix, Serious: true}
+		if errors.Is(err, fs.ErrPermission) {
+			denied = err
+			f.Serious = false
+			f.Fix = "run flannelctl as root"
+		}
+		b.Findings = append(b.Findings, f)
 	}
 
 	note := func(problem, fix string) { b.Findings = append(b.Findings, doctor.Finding{Problem: problem, Fix: fix}) }
@@ -126,6 +135,7 @@ func (h host) before(ctx context.Context, args []string) (doctor.Facts, error) {
 	}
 	facts := linux.Gather(ctx, r)
 	facts.Before = b
+	facts.Unread = cmp.Or(facts.Unread, denied)
 	return facts, nil
 }
 

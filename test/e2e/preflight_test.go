@@ -3,6 +3,8 @@
 package e2e
 
 import (
+	"errors"
+	"os/exec"
 	"strings"
 	"testing"
 
@@ -37,4 +39,15 @@ func TestPreflight(t *testing.T) {
 
 	startOne(t, h, lab.FlanneldOptions{})
 	expectFlannelctlFails(t, h, preflight, "a flanneld runs on this host")
+
+	// Without root it is not known whether there are problems.
+	must("chmod", "700", "/run/flannel")
+	must("cp", built("flannelctl"), "/run/flannelctl") // all users may read it there
+	for _, args := range [][]string{{"doctor"}, preflight} {
+		out, err := h.Exec(testContext(t), "setpriv", append([]string{"--reuid=65534", "--regid=65534", "--clear-groups", "/run/flannelctl"}, args...)...)
+		if failure := (*exec.ExitError)(nil); !errors.As(err, &failure) || failure.ExitCode() != 2 || strings.Contains(string(out), "PROBLEM") {
+			t.Errorf("flannelctl %s without root: %v, want exit code 2 and no problem:\n%s", args, err, out)
+		}
+		expectOutput(t, args, string(out), []string{"is not known: run flannelctl doctor as root"})
+	}
 }

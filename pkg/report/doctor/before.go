@@ -5,6 +5,7 @@ package doctor
 import (
 	"fmt"
 	"net/netip"
+	"path"
 	"slices"
 	"strings"
 
@@ -43,6 +44,7 @@ func (h Facts) before(found finder) {
 		found(f)
 	}
 	h.oldKernel(found)
+	h.limits(found)
 	h.overlaps(found)
 }
 
@@ -51,6 +53,26 @@ func (h Facts) oldKernel(found finder) {
 	var major, minor int
 	if n, _ := fmt.Sscanf(h.Release, "%d.%d", &major, &minor); n == 2 && (major < 4 || major == 4 && minor < 20) {
 		found(serious("the kernel is "+h.Release+", and flanneld needs 4.20", "update the kernel"))
+	}
+}
+
+// limits checks whether a control group limits the memory or the CPU time of the daemon's unit.
+func (h Facts) limits(found finder) {
+	for version, files := range map[int][]string{
+		1: {"memory/system.slice/memory.limit_in_bytes", "cpu/system.slice/cpu.cfs_quota_us"},
+		2: {"system.slice/memory.max", "system.slice/memory.high", "system.slice/cpu.max"},
+	} {
+		var limits []string
+		for _, name := range files {
+			const none = "9223372036854771712" // of version 1: the greatest number of whole pages
+			if text, ok := h.text("sys/fs/cgroup/" + name); ok && text != none && text != "-1" && !strings.HasPrefix(text, "max") {
+				limits = append(limits, path.Base(name)+" "+text)
+			}
+		}
+		if len(limits) > 0 {
+			found(note(fmt.Sprintf("cgroup v%d limits system.slice, in which systemd starts flanneld: %s", version, strings.Join(limits, ", ")),
+				"systemctl set-property system.slice MemoryMax=infinity CPUQuota=, or compare with sizing.md"))
+		}
 	}
 }
 

@@ -173,7 +173,7 @@ func (h Facts) networkOf(a netip.Addr) netip.Prefix {
 func (h Facts) daemon(found finder) {
 	switch {
 	case errors.Is(h.Away, fs.ErrPermission):
-		found(serious("only root may use the local socket: "+h.Away.Error(), "sudo flannelctl doctor"))
+		found(note("only root may use the local socket: "+h.Away.Error(), "sudo flannelctl doctor"))
 	case h.Away != nil:
 		found(serious("no flanneld answers on the local socket: "+h.Away.Error(), "systemctl status flanneld; journalctl -u flanneld"))
 	}

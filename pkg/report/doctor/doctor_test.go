@@ -272,6 +272,12 @@ func TestDoctor(t *testing.T) {
 		{name: "before: old kernel", facts: before("4.19.0-27-amd64"), want: "the kernel is 4.19.0-27-amd64, and flanneld needs 4.20", fix: "update the kernel", serious: true},
 		{name: "before: a route into the network", facts: before("6.1", Range{To: peer, Dev: "virbr0"}), want: "10.5.7.0/24 dev virbr0 is in the network 10.5.0.0/16", fix: "choose another Network", serious: true},
 		{name: "before: a route around the network", facts: before("6.1", Range{To: netip.MustParsePrefix("10.0.0.0/8"), Dev: "tun0", Via: netip.MustParseAddr("192.0.2.9")}), want: "the network 10.5.0.0/16 is in 10.0.0.0/8 via 192.0.2.9 dev tun0", fix: "choose another Network"},
+		{name: "before: limits of cgroup v2", change: map[string]string{"sys/fs/cgroup/system.slice/memory.max": "33554432\n", "sys/fs/cgroup/system.slice/cpu.max": "max 100000\n"}, facts: before("6.1"), want: "cgroup v2 limits system.slice, in which systemd starts flanneld: memory.max 33554432", fix: "systemctl set-property system.slice"},
+		{name: "before: limits of cgroup v1", change: map[string]string{"sys/fs/cgroup/memory/system.slice/memory.limit_in_bytes": "9223372036854771712\n", "sys/fs/cgroup/cpu/system.slice/cpu.cfs_quota_us": "5000\n"}, facts: before("6.1"), want: "cgroup v1 limits system.slice, in which systemd starts flanneld: cpu.cfs_quota_us 5000", fix: "systemctl set-property system.slice"},
+		{name: "before: no limits of cgroups", change: map[string]string{
+			"sys/fs/cgroup/system.slice/memory.max": "max\n", "sys/fs/cgroup/system.slice/cpu.max": "max 100000\n",
+			"sys/fs/cgroup/memory/system.slice/memory.limit_in_bytes": "9223372036854771712\n", "sys/fs/cgroup/cpu/system.slice/cpu.cfs_quota_us": "-1\n",
+		}, facts: before("6.1")},
 		{name: "before: routes of a former daemon", facts: func(h *Facts) {
 			before("6.1", Range{To: peer, Dev: "eth0"})(h)
 			h.Before.Former = h.Report.Network.Prefixes
@@ -304,18 +310,28 @@ func TestDoctor(t *testing.T) {
 	}
 }
 
+// TestSharedAddressConcernsItsPeers checks that a finding about a shared address names the subnets of the leases.
+func TestSharedAddressConcernsItsPeers(t *testing.T) {
+	h := newHost(soundHost())
+	h.Report.SharedPublicIPs = []status.SharedPublicIP{{PublicIP: host, Leases: []string{h.Report.Peers[0].Key, "10.5.8.0-24"}}}
+	if found := Examine(h); len(found) != 1 || !slices.Equal(found[0].Subnets, []netip.Prefix{peer}) {
+		t.Errorf("found %+v, want one about %s", found, peer)
+	}
+}
+
 func TestDoctorWithoutADaemon(t *testing.T) {
 	for _, tc := range []struct {
 		err          error
 		problem, fix string
+		serious      bool
 	}{
-		{syscall.ENOENT, "no flanneld answers on the local socket: dial unix /x: no such file or directory", "systemctl status flanneld"},
-		{syscall.EACCES, "only root may use the local socket: dial unix /x: permission denied", "sudo flannelctl doctor"},
+		{syscall.ENOENT, "no flanneld answers on the local socket: dial unix /x: no such file or directory", "systemctl status flanneld", true},
+		{syscall.EACCES, "only root may use the local socket: dial unix /x: permission denied", "sudo flannelctl doctor", false},
 	} {
 		away := &net.OpError{Op: "dial", Net: "unix /x", Err: tc.err}
 		found := Examine(Facts{Files: fstest.MapFS{}, Away: away})
-		if len(found) == 0 || !found[0].Serious || found[0].Problem != tc.problem || !strings.HasPrefix(found[0].Fix, tc.fix) {
-			t.Errorf("found %+v, want first %q, fix %q", found, tc.problem, tc.fix)
+		if len(found) == 0 || found[0].Serious != tc.serious || found[0].Problem != tc.problem || !strings.HasPrefix(found[0].Fix, tc.fix) {
+			t.Errorf("found %+v, want first %q, fix %q, serious %v", found, tc.problem, tc.fix, tc.serious)
 		}
 	}
 }
