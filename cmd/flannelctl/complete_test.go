@@ -4,9 +4,11 @@ package main
 
 import (
 	"encoding/json"
+	"fmt"
 	"net"
 	"net/http"
 	"net/netip"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -14,7 +16,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
-// TestCompletesFromTheDaemon checks that the shell completes networks and peers of the daemon, and nothing without one.
+// TestCompletesFromTheDaemon checks that the shell completes networks and peers of the daemon, and nothing without one, and
+// contexts of the kubeconfig.
 func TestCompletesFromTheDaemon(t *testing.T) {
 	h := host{socket: filepath.Join(t.TempDir(), "s")}
 	complete := func(args, want string) {
@@ -26,6 +29,14 @@ func TestCompletesFromTheDaemon(t *testing.T) {
 	}
 	complete("check --peer", "")
 	complete("revoke --etcd-endpoints=http://127.0.0.1:1", "")
+
+	contexts := filepath.Join(t.TempDir(), "config")
+	t.Setenv("KUBECONFIG", contexts)
+	complete("leases --context", "")
+	const context = "\n- {name: %s, context: {cluster: c, user: u}}"
+	write(t, contexts, "apiVersion: v1\nkind: Config\ncontexts:"+fmt.Sprintf(context+context, "test", "production"))
+	complete("leases --context", "production test")
+	complete("mesh --kubeconfig-file="+os.DevNull+" --context", "")
 
 	ln, err := net.Listen("unix", h.socket)
 	if err != nil {

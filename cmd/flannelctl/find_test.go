@@ -163,6 +163,9 @@ func TestNoStoreFound(t *testing.T) {
 		"KUBECONFIG is not set; "+dir+"/.kube/config does not exist; this is no pod with a service account; "+defaults+", --kubeconfig-file or --context")
 	expect([]string{"reservations"}, dir+"/env: no such file or directory; "+defaults)
 
+	// The password has no flag, so an error names its variable.
+	expect([]string{"leases", "--etcd-username=u", "--etcd-endpoints=http://192.0.2.2:2379"}, "--etcd-username needs the password in FLANNELD_ETCD_PASSWORD")
+
 	// A process with other flags may have secrets in them.
 	fakeDaemon(t, h, 0, []string{"--password=hunter2"}, nil)
 	write(t, h.settings, "FLANNELD_IFACE=eth7\n")

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -85,6 +86,16 @@ func Find() (name string, missing []string) {
 		return "the service account of this pod", nil
 	}
 	return "", append(missing, "this is no pod with a service account")
+}
+
+// Contexts returns the names of the contexts in a kubeconfig, sorted, and none if it cannot be read. If its path is empty,
+// it is the one that Find finds.
+func Contexts(path string) []string {
+	config, err := operatorRules(Config{Kubeconfig: path}).Load()
+	if err != nil {
+		return nil
+	}
+	return slices.Sorted(maps.Keys(config.Contexts))
 }
 
 // homeConfig returns the path of the kubeconfig in the user's home.

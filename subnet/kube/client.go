@@ -99,15 +99,7 @@ func operatorConfig(cfg Config) (*rest.Config, error) {
 		}, nil
 	}
 
-	rules := &clientcmd.ClientConfigLoadingRules{ExplicitPath: cfg.Kubeconfig}
-	if cfg.APIURL == "" && cfg.Kubeconfig == "" {
-		rules = clientcmd.NewDefaultClientConfigLoadingRules()
-		rules.WarnIfAllMissing = false // the error says it
-		if os.Getenv(clientcmd.RecommendedConfigPathEnvVar) == "" {
-			rules.Precedence = []string{homeConfig()}
-		}
-	}
-
+	rules := operatorRules(cfg)
 	overrides := &clientcmd.ConfigOverrides{CurrentContext: cfg.Context}
 	overrides.ClusterInfo.Server = cfg.APIURL
 	rc, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, overrides).ClientConfig()
@@ -122,6 +114,19 @@ func operatorConfig(cfg Config) (*rest.Config, error) {
 	default:
 		return nil, fmt.Errorf("use the kubeconfig in %s: %w", strings.Join(rules.GetLoadingPrecedence(), " and "), err)
 	}
+}
+
+// operatorRules says which kubeconfig operatorConfig reads.
+func operatorRules(cfg Config) *clientcmd.ClientConfigLoadingRules {
+	if cfg.APIURL != "" || cfg.Kubeconfig != "" {
+		return &clientcmd.ClientConfigLoadingRules{ExplicitPath: cfg.Kubeconfig}
+	}
+	rules := clientcmd.NewDefaultClientConfigLoadingRules()
+	rules.WarnIfAllMissing = false // the error of operatorConfig says it
+	if os.Getenv(clientcmd.RecommendedConfigPathEnvVar) == "" {
+		rules.Precedence = []string{homeConfig()}
+	}
+	return rules
 }
 
 func newClient(cfg *rest.Config, agent string) (*client, error) {
