@@ -28,7 +28,7 @@ matrix: a row is what one host knows of the paths to the others. The daemons nee
 --probe and --statusz-address. With etcd the addresses are the public ones of the
 leases. On Kubernetes the API server passes the requests to flanneld's pods: you need
 the rights to list nodes, to list pods and to get pods/proxy. The exit code is 1 if
-a path is broken, and 2 if no host has answered.`,
+a path is broken or a host says that its pods are cut off, and 2 if no host has answered.`,
 		Example: "  flannelctl mesh\n  flannelctl mesh -w\n  flannelctl mesh -o svg > mesh.svg\n  flannelctl mesh -o json | jq -r '.broken[] | .from + \" \" + .to'\n" +
 			"  flannelctl mesh --kubeconfig-file ~/.kube/config --namespace kube-flannel",
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -106,6 +106,8 @@ func showMesh(cmd *cobra.Command, f *meshFlags, out output) error {
 		return silentError{fmt.Errorf("nothing is known from any host: %s: %s", m.Hosts[0], m.Problem(0))}
 	case s.Broken > 0:
 		return fmt.Errorf("%d of %d paths are broken", s.Broken, s.OK+s.Broken)
+	case len(s.CutOff) > 0:
+		return fmt.Errorf("the pods of %d of %d hosts are cut off", len(s.CutOff), len(m.Hosts))
 	}
 	return nil
 }

@@ -8,9 +8,11 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"unique"
 
 	"github.com/flanneld/flanneld/pkg/probe/paths"
+	"github.com/flanneld/flanneld/pkg/report/doctor"
 	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
@@ -32,6 +34,7 @@ var (
 type answer struct {
 	Lease    struct{ Key string }
 	Network  struct{ Waiting *int }
+	Reasons  []string // why the host is not ready
 	Networks json.RawMessage
 	Paths    *struct{ Worst json.RawMessage }
 }
@@ -79,6 +82,11 @@ func (m *Matrix) parse(i int, body []byte) (r row, err error) {
 		return row{held: a.held()}, errNoProbes
 	}
 	r = m.newRow(a.held())
+	for _, reason := range a.Reasons {
+		if why, ok := strings.CutPrefix(reason, doctor.Part+": "); ok {
+			r.cutOff = Printable(why)
+		}
+	}
 	return r, eachPath(a.Paths.Worst, func(p status.Path) error { return m.add(&r, i, p) })
 }
 

@@ -28,6 +28,7 @@ type Data struct {
 type HostData struct {
 	Host
 	Problem string `json:"problem,omitempty"` // why no paths are known from this host; empty if they are known
+	CutOff  string `json:"cutOff,omitempty"`  // see Matrix.CutOff
 	From    Counts `json:"from"`              // paths from this host, as it sees them
 	To      Counts `json:"to"`                // paths to this host, as the others see them
 }
@@ -47,7 +48,7 @@ func (m *Matrix) Data() Data {
 		if h.PublicIPs == nil {
 			h.PublicIPs = []netip.Addr{}
 		}
-		d.Hosts = append(d.Hosts, HostData{h, m.Problem(i), s.From[i], s.To[i]})
+		d.Hosts = append(d.Hosts, HostData{h, m.Problem(i), m.CutOff(i), s.From[i], s.To[i]})
 	}
 
 	for _, p := range m.Broken(MaxBroken) {

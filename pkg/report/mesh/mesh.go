@@ -65,6 +65,7 @@ type Matrix struct {
 type row struct {
 	problem string                        // why the paths are not known; empty if they are
 	held    string                        // see Held
+	cutOff  string                        // see CutOff
 	cells   []cell                        // by the number of the other host; nil if the paths are not known
 	advice  map[int]unique.Handle[string] // by the number of the other host; for at most maxAdvice paths, which have few different texts
 }
@@ -107,6 +108,10 @@ func (m *Matrix) Held(i int) string { return m.rows[i].held }
 
 // Problem returns why nothing is known from host i, or an empty string.
 func (m *Matrix) Problem(i int) string { return m.rows[i].problem }
+
+// CutOff returns why pods of host i do not reach others although the paths between hosts work, as the host itself says, or
+// an empty string.
+func (m *Matrix) CutOff(i int) string { return m.rows[i].cutOff }
 
 // Cell returns what host from knows of the paths to host to. The result is Unknown if host from has not
 // answered, and for a host and itself.

@@ -13,6 +13,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"unicode"
@@ -187,6 +188,23 @@ func TestHeld(t *testing.T) {
 		if got := m.Held(1); got != "it was not asked" {
 			t.Errorf("%s: the other host is held because %q", name, got)
 		}
+	}
+}
+
+// TestCutOff checks that a mesh whose paths work tells of a host whose pods do not reach others.
+func TestCutOff(t *testing.T) {
+	m := mesh.New(hosts(2))
+	m.Answer(0, []byte(`{"lease":{"key":"10.5.1.0-24"},"reasons":["data path: late","pods: a rule\u001b drops them"],"paths":{"worst":[{"peer":"10.5.2.0-24","ok":true}]}}`))
+	m.Answer(1, answer(t, 1, path(0, "", 1)))
+	var b bytes.Buffer
+	if err := m.Text(&b, false); err != nil {
+		t.Fatal(err)
+	}
+	if want := "pods of 10.5.1.0/24 192.0.2.1 are cut off: a rule\\x1b drops them\n"; !strings.HasSuffix(b.String(), want) {
+		t.Errorf("%s\nwant %q at its end", b.String(), want)
+	}
+	if s := m.Summary(); s.Broken != 0 || !slices.Equal(s.CutOff, []int{0}) || m.Data().Hosts[0].CutOff == "" {
+		t.Errorf("%+v, %+v", s, m.Data())
 	}
 }
 

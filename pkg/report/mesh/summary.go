@@ -44,6 +44,7 @@ type Summary struct {
 	From   []Counts // paths from a host, by its number
 	To     []Counts // paths to a host, by its number
 	Silent []int    // numbers of the hosts from which no paths are known
+	CutOff []int    // numbers of the hosts whose pods are cut off, see Matrix.CutOff
 }
 
 // Summary counts the paths.
@@ -54,6 +55,9 @@ func (m *Matrix) Summary() Summary {
 	for from, r := range m.rows {
 		if r.cells == nil {
 			s.Silent = append(s.Silent, from)
+		}
+		if r.cutOff != "" {
+			s.CutOff = append(s.CutOff, from)
 		}
 
 		for to := range n {

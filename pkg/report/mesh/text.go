@@ -114,6 +114,10 @@ func (m *Matrix) Text(w io.Writer, wide bool) error {
 	}
 
 	more(w, s.Broken, "broken paths")
+	for _, i := range s.CutOff[:min(len(s.CutOff), maxLines)] {
+		fmt.Fprintf(w, "pods of %s are cut off: %s\n", m.Hosts[i], m.CutOff(i))
+	}
+	more(w, len(s.CutOff), "hosts whose pods are cut off")
 	for _, i := range s.Silent[:min(len(s.Silent), maxLines)] {
 		fmt.Fprintf(w, "nothing is known from %s: %s\n", m.Hosts[i], m.Problem(i))
 	}
