@@ -7,7 +7,9 @@ import (
 	"fmt"
 	"net/http"
 	"net/netip"
+	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -30,10 +32,20 @@ type toolFault struct {
 	cut   bool // pods do not reach each other
 	// The fault is only one with a tunnel, or only one of IPv4.
 	tunnel, v4 bool
-	// The texts that doctor, check and status must print. If one is empty, only the exit code counts.
-	doctor, check, status string
-	away                  bool // the daemon cannot be asked
+	// The texts that the commands must print, check --pod that of check. If one is empty, only the exit code counts, and
+	// mesh is not asked. A line about a problem must contain the text, or one of also, and no text of another fault.
+	doctor, check, status, mesh string
+	also                        []string
+	away                        bool // the daemon cannot be asked
+	noPod                       bool // check --pod is not asked: adding a pod mends the fault, or packets of pods may pass
 }
+
+// text returns the text that a command must print.
+func (f toolFault) text(command string) string {
+	return map[string]string{"doctor": f.doctor, "check": f.check, checkPod: f.check, "status": f.status, "mesh": f.mesh}[command]
+}
+
+const checkPod = "check --pod"
 
 // toolFaults is a lab with one backend and one family. The faults are on host a, and its peer is host b.
 type toolFaults struct {
@@ -47,6 +59,8 @@ type toolFaults struct {
 	dev, store string
 	leaseB     string // key of the lease of host b
 	mtu        int    // of the network
+	// The commands that are asked: besides doctor, check and status those for which a lab is set up.
+	commands []string
 }
 
 // in reports whether fault number i is tried in a lab. Each one is tried in two of the four labs, with both backends
@@ -62,9 +76,9 @@ func (f toolFault) in(l toolFaults, i int) bool {
 }
 
 // TestToolsNameTheFault causes one fault after the other on a host, in four labs with different backends and
-// families. It measures whether pods reach each other, and then asks doctor, check and status on that host. If pods
-// are cut off, the tools must fail and name the cause. Otherwise they must succeed. After the cure they must find
-// nothing.
+// families. It measures whether pods reach each other, and then asks doctor, check and status on that host, in one lab
+// also check --pod, and in one mesh. If pods are cut off, the tools must fail and name the cause, and no other. Otherwise
+// they must succeed. After the cure they must find nothing.
 //
 //stages:rest it waits seconds for the missing answers of each fault
 func TestToolsNameTheFault(t *testing.T) {
@@ -72,17 +86,22 @@ func TestToolsNameTheFault(t *testing.T) {
 	for _, in := range []struct {
 		backend string
 		family  prefix.Family
-	}{{"vxlan", prefix.IPv4}, {"vxlan", prefix.IPv6}, {"host-gw", prefix.IPv4}, {"host-gw", prefix.IPv6}} {
+		more    string
+	}{{"vxlan", prefix.IPv4, ""}, {"vxlan", prefix.IPv6, "mesh"}, {"host-gw", prefix.IPv4, checkPod}, {"host-gw", prefix.IPv6, ""}} {
 		t.Run(in.backend+" "+in.family.String(), func(t *testing.T) {
 			t.Parallel()
-			testToolsNameTheFault(t, in.backend, in.family)
+			testToolsNameTheFault(t, in.backend, in.family, in.more)
 		})
 	}
 }
 
-func testToolsNameTheFault(t *testing.T, backend string, family prefix.Family) {
+func testToolsNameTheFault(t *testing.T, backend string, family prefix.Family, more string) {
 	l := newLab(t, lab.Config{Hosts: 2, Families: []prefix.Family{family}}, fmt.Sprintf(`{"Type":%q}`, backend))
-	startAll(t, l, lab.FlanneldOptions{})
+	var o lab.FlanneldOptions
+	if more == "mesh" {
+		o.Args = meshArgs
+	}
+	startAll(t, l, o)
 	expectConverged(t, l)
 	f := toolFaults{t: t, l: l, family: family, backend: backend, a: l.Host(1), b: l.Host(2), dev: "eth0", store: "192.168.77.254"}
 	if family == prefix.IPv6 {
@@ -98,7 +117,14 @@ func testToolsNameTheFault(t *testing.T, backend string, family prefix.Family) {
 	if len(r.Network.Devices) > 0 {
 		f.dev = r.Network.Devices[0]
 	}
-	f.expectFine("before all faults")
+	f.commands = []string{"doctor", "check", "status"}
+	if more != "" {
+		f.commands = append(f.commands, more)
+	}
+	if more == checkPod {
+		f.addRuntime()
+	}
+	f.expectFine("before all faults", f.commands)
 	for i, fault := range f.table() {
 		if !fault.in(f, i) {
 			continue
@@ -114,7 +140,7 @@ func testToolsNameTheFault(t *testing.T, backend string, family prefix.Family) {
 			}
 			cure()
 			f.expectPods(false)
-			f.expectFine("after the cure")
+			f.expectFine("after the cure", f.commandsAbout(fault))
 		})
 		if !ok && t.Context().Err() != nil {
 			return
@@ -130,6 +156,7 @@ func (f toolFaults) table() []toolFault {
 	foreign := map[prefix.Family][3]string{ // a network, its peer in a VPN, and this host
 		prefix.IPv4: {"10.9.0.0/16", "192.168.77.9", "192.168.77.1"}, prefix.IPv6: {"fd00:9::/48", "fd00:77::9", "fd00:77::1"},
 	}[f.family]
+	nftFamily := map[prefix.Family]string{prefix.IPv4: "ip", prefix.IPv6: "ip6"}[f.family]
 	all := netip.PrefixFrom(f.ownA.Addr(), f.ownA.Bits()/2).Masked().String() // the network and more
 	return []toolFault{
 		{
@@ -143,7 +170,7 @@ func (f toolFaults) table() []toolFault {
 					f.thaw(f.b)
 				}
 			},
-			doctor: "refuses the peer", check: "refused", status: "1 refused",
+			doctor: "refuses the peer", check: "refused", status: "1 refused", also: []string{"refuses the peer"},
 		},
 		{
 			name: "route is missing and the daemon hangs", cut: true, away: true,
@@ -174,7 +201,7 @@ func (f toolFaults) table() []toolFault {
 				f.ip("addr", "del", own, "dev", lab.PodBridge)
 				return func() { f.ip("addr", "add", own, "dev", lab.PodBridge) }
 			},
-			doctor: "cni0 has pods and no address", check: "bridge", status: "cni0 has pods and no address",
+			doctor: "cni0 has pods and no address", check: "bridge", status: "cni0 has pods and no address", noPod: true,
 		},
 		{
 			name: "bridge has a smaller MTU than its pods", cut: true,
@@ -196,7 +223,7 @@ func (f toolFaults) table() []toolFault {
 					f.ip("link", "del", "vpn0")
 				}
 			},
-			doctor: "5270", check: "rule", status: "5270",
+			doctor: "5270", check: "rule", status: "5270", mesh: "5270",
 		},
 		{
 			name: "rule leads to a table with the same route",
@@ -228,7 +255,7 @@ func (f toolFaults) table() []toolFault {
 				f.ip("route", "add", "blackhole", half)
 				return func() { f.ip("route", "del", "blackhole", half) }
 			},
-			doctor: "route", check: "route", status: "route",
+			doctor: "the route of packets from pods", check: "route", status: "the route of packets from pods",
 		},
 		{
 			name: "strict reverse-path filter drops packets that come another way", cut: true, tunnel: true, v4: true,
@@ -240,25 +267,25 @@ func (f toolFaults) table() []toolFault {
 					mend()
 				}
 			},
-			doctor: "rp_filter", check: "rp_filter", status: "rp_filter",
+			doctor: "rp_filter is strict", check: "rp_filter", status: "rp_filter is strict",
 		},
 		{name: "packets take another way that works", cause: directRoute},
 		{
 			name: "device of packets from other hosts does not forward", cut: true, v4: true,
 			cause:  sysctlFault("net/ipv4/conf/" + f.dev + "/forwarding"),
-			doctor: "net/ipv4/conf/" + f.dev + "/forwarding", check: "forwarding", status: f.dev + " does not forward",
+			doctor: f.dev + " does not forward", check: "forwarding", status: f.dev + " does not forward",
 		},
 		{
 			name: "bridge does not forward", cut: true, v4: true,
 			cause:  sysctlFault("net/ipv4/conf/cni0/forwarding"),
-			doctor: "net/ipv4/conf/cni0/forwarding", check: "forwarding", status: "cni0 does not forward",
+			doctor: "cni0 does not forward", check: "forwarding", status: "cni0 does not forward",
 		},
 		{
 			name: "IPsec blocks packets to pods", cut: true,
 			cause: func(f toolFaults) func() {
 				return f.policy("src", f.ownB.String(), "dst", f.ownA.String(), "dir", "fwd", "action", "block")
 			},
-			doctor: "an IPsec policy", check: "ipsec", status: "an IPsec policy",
+			doctor: "blocks packets to pods", check: "ipsec", status: "blocks packets to pods",
 		},
 		{
 			name: "IPsec without its VPN takes packets of pods", cut: true,
@@ -266,7 +293,7 @@ func (f toolFaults) table() []toolFault {
 				return f.policy("src", all, "dst", f.ownB.String(), "dir", "out",
 					"tmpl", "src", foreign[2], "dst", foreign[1], "proto", "esp", "mode", "tunnel")
 			},
-			doctor: "no security association", check: "ipsec", status: "an IPsec policy",
+			doctor: "no security association", check: "ipsec", status: "no security association",
 		},
 		{
 			name: "IPsec drops the tunnel", cut: true, tunnel: true,
@@ -274,7 +301,7 @@ func (f toolFaults) table() []toolFault {
 				peer := f.b.Addr(f.family)
 				return f.policy("src", prefix.Host(f.a.Addr(f.family)).String(), "dst", prefix.Host(peer).String(), "proto", "udp", "dport", "8472", "dir", "out", "action", "block")
 			},
-			doctor: "to UDP port 8472", check: "ipsec", status: "an IPsec policy",
+			doctor: "dir out) blocks packets from", check: "ipsec", status: "dir out) blocks packets from",
 		},
 		{
 			name: "IPsec encrypts other networks",
@@ -286,7 +313,7 @@ func (f toolFaults) table() []toolFault {
 		{
 			name: "iptables-legacy drops the tunnel", cut: true, tunnel: true,
 			cause:  iptablesFault(iptables+"-legacy", "INPUT", "-p", "udp", "--dport", "8472", "-j", "DROP"),
-			doctor: iptables + "-legacy drops packets of other hosts to UDP port 8472", check: "firewall", status: iptables + "-legacy drops",
+			doctor: iptables + "-legacy drops packets of other hosts to UDP port 8472", check: "firewall", status: iptables + "-legacy drops", mesh: "network",
 		},
 		{
 			name: "iptables-nft rejects packets before the rules of flanneld", cut: true,
@@ -318,7 +345,7 @@ func (f toolFaults) table() []toolFault {
 		},
 		{
 			name: "filter of tc drops the tunnel", cut: true, tunnel: true, cause: tcFault("8472"),
-			doctor: "tc (clsact, ", check: "at eth0 may drop packets",
+			doctor: "tc (clsact, ", check: "at eth0 may drop packets", also: []string{"network"}, mesh: "network",
 		},
 		{name: "filter of tc drops other packets", cause: tcFault("8473")},
 		{
@@ -340,8 +367,7 @@ func (f toolFaults) table() []toolFault {
 		{
 			name: "other host hides its own addresses",
 			cause: func(f toolFaults) func() {
-				ip := map[prefix.Family]string{prefix.IPv4: "ip", prefix.IPv6: "ip6"}[f.family]
-				nft(f.t, f.b.Namespace, "table inet quiet { chain in { type filter hook input priority 0 ; icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept ; "+ip+" daddr "+f.ownB.String()+" drop ; } ; }")
+				nft(f.t, f.b.Namespace, "table inet quiet { chain in { type filter hook input priority 0 ; icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept ; "+nftFamily+" daddr "+f.ownB.String()+" drop ; } ; }")
 				return func() { nft(f.t, f.b.Namespace, "delete table inet quiet") }
 			},
 			check: "its host gets packets through the network",
@@ -350,6 +376,62 @@ func (f toolFaults) table() []toolFault {
 			name: "nftables drops packets of pods in the bridge", cut: true,
 			cause:  nftFault("bridge", "chain early { type filter hook prerouting priority 0 ; policy drop ; }"),
 			doctor: "nft drops forwarded packets of pods from cni0 to " + f.dev, check: "firewall", status: "nft drops",
+		},
+		{
+			name: "iptables-nft redirects what pods send", cut: true,
+			cause: func(f toolFaults) func() {
+				rule := []string{"PREROUTING", "-i", "cni0", "-d", all, "-j", "DNAT", "--to-destination", foreign[1]}
+				f.run(iptables+"-nft", append([]string{"-t", "nat", "-I"}, rule...)...)
+				return func() { f.run(iptables+"-nft", append([]string{"-t", "nat", "-D"}, rule...)...) }
+			},
+			doctor: iptables + "-nft redirects forwarded packets of pods from cni0 to " + f.dev, check: "firewall", status: iptables + "-nft redirects",
+		},
+		{
+			name: "nftables redirects what pods receive", cut: true,
+			cause:  nftFault("inet", "chain pre { type nat hook prerouting priority dstnat ; iifname "+f.dev+" "+nftFamily+" daddr "+f.ownA.String()+" dnat "+nftFamily+" to "+foreign[1]+" ; }"),
+			doctor: "nft redirects forwarded packets of pods from " + f.dev + " to cni0", check: "firewall", status: "nft redirects",
+		},
+		{
+			name: "rules for services and ports of the host redirect packets",
+			cause: func(f toolFaults) func() {
+				const proxy = `*nat
+:KUBE-SERVICES - [0:0]
+:KUBE-NODEPORTS - [0:0]
+:KUBE-SVC-A - [0:0]
+:CNI-HOSTPORT-DNAT - [0:0]
+-A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
+-A PREROUTING -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT
+-A KUBE-SERVICES -d %[2]s -p udp -m udp --dport 53 -j KUBE-SVC-A
+-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS
+-A KUBE-NODEPORTS -p tcp -m tcp --dport 30080 -j KUBE-SVC-A
+-A KUBE-SVC-A -j DNAT --to-destination %[3]s
+-A CNI-HOSTPORT-DNAT -p tcp -m tcp --dport 8080 -j DNAT --to-destination %[3]s
+COMMIT
+`
+				pod := f.a.Pods()[0].Addrs()[0].String()
+				f.run("sh", "-ec", fmt.Sprintf("%[1]s-nft-restore --noflush <<'END'\n"+proxy+"END", iptables, foreign[1], pod))
+				cure := nftFault(nftFamily, "chain pre { type nat hook prerouting priority dstnat ; "+nftFamily+" daddr "+foreign[1]+" dnat to "+pod+" ; }")(f)
+				return func() {
+					cure()
+					f.run("sh", "-ec", fmt.Sprintf("own='KUBE-SERVICES KUBE-NODEPORTS KUBE-SVC-A CNI-HOSTPORT-DNAT'; for c in PREROUTING $own; do %[1]s-nft -t nat -F $c; done; for c in $own; do %[1]s-nft -t nat -X $c; done", iptables))
+				}
+			},
+		},
+		{
+			name: "another host has the same address", cut: true, v4: true, noPod: true,
+			cause: func(f toolFaults) func() {
+				// A host on the segment answers for the address too, and host b has heard that last.
+				const mac = "02:00:00:00:77:99"
+				own := f.a.Addr(f.family).String()
+				shell(f.t, f.l.Underlay(), `ip link add twin address `+mac+` type veth peer name twin0 && ip link set twin0 master l2-1 up
+					ip link set twin up && ip addr add `+own+`/32 dev twin && sysctl -qw net/ipv4/conf/l2-1/arp_ignore=1`)
+				shell(f.t, f.b.Namespace, "ip neigh replace "+own+" lladdr "+mac+" dev eth0 nud stale")
+				return func() {
+					shell(f.t, f.l.Underlay(), "ip link del twin")
+					shell(f.t, f.b.Namespace, "ip neigh flush to "+own)
+				}
+			},
+			doctor: "another host on eth0, with the MAC address", check: "duplicate", status: "another host on eth0",
 		},
 		{
 			name: "store is unreachable",
@@ -361,7 +443,7 @@ func (f toolFaults) table() []toolFault {
 		{
 			name: "host does not forward", cut: true,
 			cause:  sysctlFault(map[prefix.Family]string{prefix.IPv4: "net/ipv4/ip_forward", prefix.IPv6: "net/ipv6/conf/all/forwarding"}[f.family]),
-			doctor: f.family.String() + " is not forwarded", check: "forwarding", status: f.family.String() + " is not forwarded",
+			doctor: f.family.String() + " is not forwarded", check: "forwarding", status: f.family.String() + " is not forwarded", noPod: true,
 		},
 	}
 }
@@ -486,39 +568,108 @@ func (f toolFaults) ping(from, to *lab.Host) error {
 // ask returns the exit code and the output of a command of flannelctl on the host with the fault.
 func (f toolFaults) ask(command string) (code int, out string) {
 	f.t.Helper()
-	out, err := flannelctl(f.t, f.a, command)
+	args := strings.Fields(command)
+	if command == checkPod {
+		args = append(args, "--cni-bin-dir="+ownPlugins, "--cni-conf-dir="+confDir)
+	}
+	out, err := flannelctl(f.t, f.a, args...)
 	if failure := (*exec.ExitError)(nil); errors.As(err, &failure) {
 		return failure.ExitCode(), out
 	}
 	if err != nil {
-		f.t.Fatalf("flannelctl %s: %v\n%s", command, err, out)
+		f.t.Errorf("flannelctl %s: %v\n%s", command, err, out)
 	}
 	return 0, out
 }
 
+// addRuntime gives the host with the fault what check --pod needs. The address of its pod is taken.
+func (f toolFaults) addRuntime() {
+	f.t.Helper()
+	runtime := newCNI(f.t, f.a, "1.1.0", manifestDelegate)
+	for file, text := range map[string][]byte{
+		filepath.Join(confDir, "10-flannel.conflist"):                                  runtime.list.Bytes,
+		filepath.Join("/var/lib/cni/networks/cbr0", f.a.Pods()[0].Addrs()[0].String()): nil,
+	} {
+		path := f.a.Path(file)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, text, 0o600)); err != nil {
+			f.t.Fatal(err)
+		}
+	}
+}
+
+// commandsAbout returns the commands that are asked about a fault.
+func (f toolFaults) commandsAbout(fault toolFault) []string {
+	return slices.DeleteFunc(slices.Clone(f.commands), func(command string) bool {
+		return command == checkPod && fault.noPod || command == "mesh" && fault.mesh == ""
+	})
+}
+
+// expectTools asks all commands at once, because each one waits for answers that do not come.
 func (f toolFaults) expectTools(fault toolFault) {
 	f.t.Helper()
-	broken, unasked := 0, 0
-	if fault.cut {
-		broken = 1
+	var asked sync.WaitGroup
+	for _, command := range f.commandsAbout(fault) {
+		asked.Go(func() { f.expectTool(command, fault) })
 	}
-	if fault.away {
-		unasked = 2
+	asked.Wait()
+}
+
+func (f toolFaults) expectTool(command string, fault toolFault) {
+	f.t.Helper()
+	want := 0
+	switch {
+	case fault.away && command != "doctor":
+		want = 2
+	case fault.cut && command != "status":
+		want = 1
 	}
-	for _, tool := range []struct {
-		command, text string
-		code          int
-	}{
-		{"doctor", fault.doctor, broken}, {"check", fault.check, max(broken, unasked)}, {"status", fault.status, unasked},
-	} {
-		code, out := f.ask(tool.command)
-		if tool.command == "status" && fault.cut && code == 1 && strings.Contains(out, "pods: ") {
-			code = 0 // the daemon itself has seen it already
+
+	code, out := f.ask(command)
+	for end := time.Now().Add(patience / 2); command == "mesh" && code != want && time.Now().Before(end); {
+		code, out = f.ask(command) // the probes notice later
+	}
+	if command == "status" && fault.cut && code == 1 && strings.Contains(out, "pods: ") {
+		code = 0 // the daemon itself has seen it already
+	}
+
+	text := fault.text(command)
+	if code != want || !strings.Contains(out, text) {
+		f.t.Errorf("flannelctl %s exits with %d, want %d and %q in\n%s", command, code, want, text, out)
+	}
+	permitted := func(line string) bool {
+		return text != "" && strings.Contains(line, text) || slices.ContainsFunc(fault.also, func(s string) bool { return strings.Contains(line, s) })
+	}
+	for _, line := range problems(command, out) {
+		if !permitted(line) {
+			f.t.Errorf("flannelctl %s blames something else than %q: %s", command, text, line)
 		}
-		if code != tool.code || !strings.Contains(out, tool.text) {
-			f.t.Errorf("flannelctl %s exits with %d, want %d and %q in\n%s", tool.command, code, tool.code, tool.text, out)
+		for _, other := range f.table() {
+			if o := other.text(command); o != "" && !strings.Contains(text, o) && !slices.Contains(fault.also, o) && strings.Contains(line, o) {
+				f.t.Errorf("flannelctl %s names the cause of the fault %q: %s", command, other.name, line)
+			}
 		}
 	}
+}
+
+// problems returns the lines of an output that call something broken, and of tables only the results.
+func problems(command, out string) (lines []string) {
+	column := map[string]int{"check": 2, checkPod: 3}[command]
+	for line := range strings.Lines(out) {
+		wrong := map[string]bool{
+			"doctor": strings.HasPrefix(line, "PROBLEM"),
+			"status": strings.Contains(line, "(see flannelctl doctor)") || strings.Contains(line, " pods: "),
+			"mesh":   strings.Contains(line, " -> ") || strings.Contains(line, " are cut off: "),
+		}[command]
+		cells := strings.Fields(line)
+		if column > 0 && len(cells) > column && strings.ContainsAny(cells[0], "./") { // a row
+			wrong = cells[column] != "ok" && cells[column] != "unknown"
+			line = cells[column]
+		}
+		if wrong {
+			lines = append(lines, line)
+		}
+	}
+	return lines
 }
 
 // expectNotReady waits until the daemon itself says that pods are cut off.
@@ -533,12 +684,12 @@ func (f toolFaults) expectNotReady() {
 	})
 }
 
-// expectFine waits until no tool finds anything. A host needs a moment for that after a cure.
-func (f toolFaults) expectFine(when string) {
+// expectFine waits until no command finds anything. A host needs a moment for that after a cure.
+func (f toolFaults) expectFine(when string, commands []string) {
 	f.t.Helper()
 	const limit = 20 * time.Second
 	within(f.t, limit, when, func() error {
-		for _, command := range []string{"doctor", "check", "status"} {
+		for _, command := range commands {
 			if code, out := f.ask(command); code != 0 || strings.Contains(out, "PROBLEM") {
 				return fmt.Errorf("flannelctl %s exits with %d:\n%s", command, code, out)
 			}
