@@ -12,6 +12,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"strings"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
@@ -265,7 +266,7 @@ func (v verdict) because(findings []doctor.Finding) verdict {
 			return v
 		}
 		if f.Word == "" && !v.OK && slices.Contains(f.Subnets, v.Subnet) {
-			v.Advice += "; or " + f.Problem
+			v.Advice = strings.TrimPrefix(v.Advice+"; or "+f.Problem, "; or ")
 		}
 	}
 	return v

@@ -434,6 +434,24 @@ COMMIT
 			doctor: "another host on eth0, with the MAC address", check: "duplicate", status: "another host on eth0",
 		},
 		{
+			name: "subnet is reserved for a host that has not started", v4: true,
+			cause: func(f toolFaults) func() {
+				subnet := "10.5.1.0/24"
+				for i := 2; subnet == f.ownA.String() || subnet == f.ownB.String(); i++ {
+					subnet = fmt.Sprintf("10.5.%d.0/24", i)
+				}
+				expectFlannelctl(f.t, f.a, []string{"reserve", subnet, "192.168.77.210"})
+				eventually(f.t, "the reservation is known", func() error {
+					if n := len(statusOf(f.t, f.a).Peers); n != 2 {
+						return fmt.Errorf("%d peers", n)
+					}
+					return nil
+				})
+				return func() { expectFlannelctl(f.t, f.a, []string{"unreserve", subnet}) }
+			},
+			check: "reserved, and not taken yet",
+		},
+		{
 			name: "store is unreachable",
 			cause: func(f toolFaults) func() {
 				f.ip("route", "add", "blackhole", f.store)

@@ -196,6 +196,27 @@ func (h Facts) peers(found finder) {
 	h.peersIn(found, status.Refused, "this host refuses %s: its pods do not reach them",
 		"flannelctl status has all reasons; if the host of a lease is gone: flannelctl revoke LEASE")
 	h.peersIn(found, status.Missing, "the kernel lacks objects for %s", "flannelctl status names the objects; journalctl -u flanneld")
+
+	var reserved []string
+	var subnets []netip.Prefix
+	for _, p := range h.Report.Peers {
+		if reservation(p) {
+			reserved = append(reserved, p.Key)
+			subnets = append(subnets, p.Subnets...)
+		}
+	}
+	if len(reserved) > 0 {
+		f := note("reserved, and not taken yet, unless by a host with udp or a cloud: "+oneline.List(reserved, ", "),
+			"start flanneld on the host; if it is gone: flannelctl unreserve SUBNET")
+		f.Subnets = subnets
+		found(f)
+	}
+}
+
+// reservation reports whether the lease of a refused peer only reserves a subnet. It has no type of a backend before its host
+// starts.
+func reservation(p status.Peer) bool {
+	return p.State == status.Refused && p.Permanent && p.Type == ""
 }
 
 // peersIn finds all peers with a state together.
@@ -203,7 +224,7 @@ func (h Facts) peersIn(found finder, state status.State, problem, fix string) {
 	var names []string
 	var subnets []netip.Prefix
 	for _, p := range h.Report.Peers {
-		if p.State != state {
+		if p.State != state || reservation(p) {
 			continue
 		}
 		name := p.Key
