@@ -9,6 +9,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
+	"net"
 	"net/http"
 	"net/url"
 	"strings"
@@ -35,7 +37,13 @@ const maxReport = 128 << 20
 type unknownError struct{ cause error }
 
 // Error implements error.
-func (e unknownError) Error() string { return "ask flanneld for its status: " + e.cause.Error() }
+func (e unknownError) Error() string {
+	text := "ask flanneld for its status: " + e.cause.Error()
+	if errors.Is(e.cause, fs.ErrPermission) {
+		text += ": run flannelctl as root"
+	}
+	return text
+}
 
 // Unwrap returns the cause.
 func (e unknownError) Unwrap() error { return e.cause }
@@ -108,7 +116,15 @@ func (d daemonFlags) one(ctx context.Context) (status.Report, error) {
 // fetch asks the daemon at the URL base for its report about one network. If network is empty, a
 // daemon with one network reports about that one, and a daemon with several lists them in Networks.
 func fetch(ctx context.Context, client *http.Client, base, network string) (r status.Report, err error) {
-	fail := func(err error) (status.Report, error) { return r, unknownError{err} }
+	within, cancel := context.WithTimeout(ctx, statusTimeout)
+	defer cancel()
+	fail := func(err error) (status.Report, error) {
+		if within.Err() != nil && ctx.Err() == nil {
+			err = fmt.Errorf("no answer within %s", statusTimeout)
+		}
+		return r, unknownError{err}
+	}
+
 	address, err := url.JoinPath(base, "statusz.json")
 	if err != nil {
 		return fail(err)
@@ -117,9 +133,7 @@ func fetch(ctx context.Context, client *http.Client, base, network string) (r st
 		address += "?network=" + url.QueryEscape(network)
 	}
 
-	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
-	defer cancel()
-	resp, err := request(ctx, client, address)
+	resp, err := request(within, client, address)
 	if err != nil {
 		return fail(err)
 	}
@@ -151,7 +165,8 @@ func fetch(ctx context.Context, client *http.Client, base, network string) (r st
 	return r, nil
 }
 
-// request sends a GET request. Its errors do not have the URL, which only stands for a socket, or is long.
+// request sends a GET request. Its errors do not have the URL, which only stands for a socket, or is long. Of a socket they
+// have the path and the reason.
 func request(ctx context.Context, client *http.Client, address string) (*http.Response, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, address, http.NoBody)
 	if err != nil {
@@ -159,7 +174,10 @@ func request(ctx context.Context, client *http.Client, address string) (*http.Re
 	}
 	resp, err := client.Do(req)
 	if e := (*url.Error)(nil); errors.As(err, &e) {
-		return nil, e.Err
+		err = e.Err
+	}
+	if e := (*net.OpError)(nil); errors.As(err, &e) && e.Net == "unix" && e.Addr != nil {
+		err = fmt.Errorf("%s: %w", e.Addr, reason(e))
 	}
 	return resp, err
 }

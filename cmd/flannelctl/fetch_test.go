@@ -3,12 +3,17 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"strings"
+	"syscall"
 	"testing"
+	"testing/synctest"
 
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -45,6 +50,35 @@ func TestFetchFollowsNoRedirect(t *testing.T) {
 	if err := cmd.ExecuteContext(t.Context()); err == nil || !strings.Contains(err.Error(), "302 Found") || asked {
 		t.Errorf("error %v, asked the other server: %v, want the status 302 as an error", err, asked)
 	}
+}
+
+// TestFetchErrors checks that an error says in one line why the daemon cannot be asked, without the words of Go.
+func TestFetchErrors(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		for _, tc := range []struct {
+			err  error // of the connection; nil if there is no answer
+			want string
+		}{
+			{&net.OpError{Op: "dial", Net: "unix", Addr: &net.UnixAddr{Name: "/x"}, Err: os.NewSyscallError("connect", syscall.ENOENT)}, "/x: no such file or directory"},
+			{&net.OpError{Op: "dial", Net: "unix", Addr: &net.UnixAddr{Name: "/x"}, Err: os.NewSyscallError("connect", syscall.EACCES)}, "/x: permission denied: run flannelctl as root"},
+			{nil, "no answer within 10s"},
+		} {
+			_, err := fetch(t.Context(), &http.Client{Transport: failing{tc.err}}, socketURL, "")
+			if want := "ask flanneld for its status: " + tc.want; err == nil || err.Error() != want {
+				t.Errorf("%v, want %q", err, want)
+			}
+		}
+	})
+}
+
+// failing fails all requests with err, or answers none.
+type failing struct{ err error }
+
+func (f failing) RoundTrip(r *http.Request) (*http.Response, error) {
+	if f.err == nil {
+		<-r.Context().Done()
+	}
+	return nil, cmp.Or(f.err, r.Context().Err())
 }
 
 func TestFetchIsBounded(t *testing.T) {
