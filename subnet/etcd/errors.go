@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/url"
 	"strconv"
 	"strings"
@@ -143,7 +144,11 @@ func dialCause(msg string) string {
 	if strings.HasPrefix(msg, "keepalive ping failed") {
 		return "the connection does not answer any more"
 	}
-	if strings.HasPrefix(msg, "error reading server preface: ") {
+	const noPreface = "error reading server preface: "
+	if strings.HasPrefix(msg, noPreface) && strings.HasSuffix(msg, net.ErrClosed.Error()) { // the client has closed it
+		return "the server accepts the connection and says nothing"
+	}
+	if strings.HasPrefix(msg, noPreface) {
 		msg += " (does the server expect TLS, or a client certificate?)"
 	}
 	return msg

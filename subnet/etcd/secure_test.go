@@ -195,6 +195,19 @@ func expectReported(t *testing.T, m *Manager, status *statuses, want string) {
 	}
 }
 
+// TestDialCause checks that a server that says nothing is not taken for one that expects TLS.
+func TestDialCause(t *testing.T) {
+	const prefix = `rpc error: code = Unavailable desc = connection error: desc = "error reading server preface: `
+	for text, want := range map[string]string{
+		`http2: frame too large"`: "error reading server preface: http2: frame too large (does the server expect TLS, or a client certificate?)",
+		`raw-read tcp 192.0.2.1:4242->192.0.2.2:2379: use of closed network connection"`: "the server accepts the connection and says nothing",
+	} {
+		if got := dialCause(prefix + text); got != want {
+			t.Errorf("%s: %q, want %q", text, got, want)
+		}
+	}
+}
+
 func TestUnreachable(t *testing.T) {
 	t.Parallel()
 	var status statuses
