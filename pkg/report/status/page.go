@@ -153,11 +153,11 @@ func headline(r Report) markup {
 		count[p.State]++
 	}
 	for _, s := range worstFirst(count) {
-		add(levelOf(string(s)), "%d peers %s", count[s], s)
+		add(levelOf(string(s)), "%s %s", counted(count[s], "peer"), s)
 	}
 	if r.Paths != nil {
 		for _, result := range worstFirst(r.Paths.Results) {
-			add(levelOf(result), "%d paths %s", r.Paths.Results[result], result)
+			add(levelOf(result), "%s %s", counted(r.Paths.Results[result], "path"), result)
 		}
 	}
 
@@ -165,6 +165,13 @@ func headline(r Report) markup {
 		when(len(r.Reasons) > 0, `<ul class="bad">%s</ul>`, each(r.Reasons, "", func(reason string) markup { return tag("<li>%s</li>", reason) })),
 		some(`<p class="state warn">restart needed: %s</p>`, r.RestartNeeded),
 		some(`<p class="state warn">configuration rejected: %s</p>`, r.ConfigRejected))
+}
+
+func counted(n int, what string) string {
+	if n != 1 {
+		what += "s"
+	}
+	return fmt.Sprint(n, " ", what)
 }
 
 func networks(all []NetworkSummary) markup {
@@ -226,7 +233,7 @@ func network(r Report) markup {
 		more += tag("<dt>Subnets</dt><dd%s>%s free, %s leased, %s reserved</dd>\n", bad(p.Free == 0), p.Free, p.Leased, p.Reserved)
 	}
 	if l := n.Location; l != nil {
-		more += tag("<dt>Location</dt><dd>%s<br>%s peers by %s, %s by %s</dd>\n", cmp.Or(l.Name, "none"), l.ByInside, l.Inside, l.ByBetween, l.Between)
+		more += tag("<dt>Location</dt><dd>%s<br>%s by %s, %s by %s</dd>\n", cmp.Or(l.Name, "none"), counted(l.ByInside, "peer"), l.Inside, l.ByBetween, l.Between)
 	}
 	if c := n.Cloud; c != nil {
 		more += cloud(r.Now, *c)
@@ -264,7 +271,7 @@ func cloud(now time.Time, c Cloud) markup {
 	})
 	overflow := markup("")
 	if o := c.Overflow; o != nil {
-		overflow = tag("<br>%s peers by the cloud, %s by %s%s", o.ByCloud, o.ByTunnel, o.Tunnel, some(`<br><span class="bad">%s</span>`, o.Problem))
+		overflow = tag("<br>%s by the cloud, %s by %s%s", counted(o.ByCloud, "peer"), o.ByTunnel, o.Tunnel, some(`<br><span class="bad">%s</span>`, o.Problem))
 	}
 
 	return tag("<dt>Cloud</dt><dd>last in order %s%s%s</dd>\n", ago(now, c.LastGood), routes, overflow)

@@ -102,10 +102,10 @@ func TestPage(t *testing.T) {
 // TestHeadline checks that the first line of the page, which has the color of what is worst, hides nothing.
 func TestHeadline(t *testing.T) {
 	for want, change := range map[string]func(*status.Report){
-		`good">ready, 2 peers in place<`:                 func(*status.Report) {},
-		`bad">ready, 1 peers refused, 1 peers in place<`: func(r *status.Report) { r.Peers[1].State = status.Refused },
-		`warn">ready, 1 peers held, 1 peers in place<`:   func(r *status.Report) { r.Peers[1].State = status.Held },
-		`bad">ready, 2 peers in place, 3 paths network, 1 paths ok<`: func(r *status.Report) {
+		`good">ready, 2 peers in place<`:               func(*status.Report) {},
+		`bad">ready, 1 peer refused, 1 peer in place<`: func(r *status.Report) { r.Peers[1].State = status.Refused },
+		`warn">ready, 1 peer held, 1 peer in place<`:   func(r *status.Report) { r.Peers[1].State = status.Held },
+		`bad">ready, 2 peers in place, 3 paths network, 1 path ok<`: func(r *status.Report) {
 			r.Paths = &status.Paths{Results: map[string]int{"ok": 1, "network": 3, "mtu": 0}}
 		},
 		`warn">ready, etcd away, 2 peers in place<`:                             func(r *status.Report) { r.Datastore = status.Datastore{Kind: "etcd", Since: time.Unix(1, 0)} },
@@ -188,7 +188,7 @@ func TestPageOfTheCloud(t *testing.T) {
 
 func TestPageOfLocations(t *testing.T) {
 	for want, l := range map[string]status.Location{
-		"<dt>Location</dt><dd>east<br>1 peers by vxlan, 2 by wireguard</dd>": {Name: "east", Inside: "vxlan", Between: "wireguard", ByInside: 1, ByBetween: 2},
+		"<dt>Location</dt><dd>east<br>1 peer by vxlan, 2 by wireguard</dd>":  {Name: "east", Inside: "vxlan", Between: "wireguard", ByInside: 1, ByBetween: 2},
 		"<dt>Location</dt><dd>none<br>0 peers by vxlan, 3 by wireguard</dd>": {Inside: "vxlan", Between: "wireguard", ByBetween: 3},
 	} {
 		r := status.Report{Network: status.Network{Location: &l}, Peers: []status.Peer{{State: status.InPlace, Backend: "wireguard", Waiting: "no <route>"}}}
