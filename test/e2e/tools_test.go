@@ -379,17 +379,18 @@ func (f toolFaults) table() []toolFault {
 		},
 		{
 			name: "iptables-nft redirects what pods send", cut: true,
-			cause: func(f toolFaults) func() {
-				rule := []string{"PREROUTING", "-i", "cni0", "-d", all, "-j", "DNAT", "--to-destination", foreign[1]}
-				f.run(iptables+"-nft", append([]string{"-t", "nat", "-I"}, rule...)...)
-				return func() { f.run(iptables+"-nft", append([]string{"-t", "nat", "-D"}, rule...)...) }
-			},
+			cause:  iptablesFault(iptables+"-nft", "PREROUTING", "-t", "nat", "-i", "cni0", "-d", all, "-j", "DNAT", "--to-destination", foreign[1]),
 			doctor: iptables + "-nft redirects forwarded packets of pods from cni0 to " + f.dev, check: "firewall", status: iptables + "-nft redirects",
 		},
 		{
 			name: "nftables redirects what pods receive", cut: true,
 			cause:  nftFault("inet", "chain pre { type nat hook prerouting priority dstnat ; iifname "+f.dev+" "+nftFamily+" daddr "+f.ownA.String()+" dnat "+nftFamily+" to "+foreign[1]+" ; }"),
 			doctor: "nft redirects forwarded packets of pods from " + f.dev + " to cni0", check: "firewall", status: "nft redirects",
+		},
+		{
+			name:   "iptables-nft redirects a port", // pods reach each other at all others
+			cause:  iptablesFault(iptables+"-nft", "PREROUTING", "-t", "nat", "-p", "tcp", "--dport", "80", "-j", "DNAT", "--to-destination", foreign[1]),
+			doctor: iptables + "-nft may redirect forwarded packets to port 80 of pods",
 		},
 		{
 			name: "rules for services and ports of the host redirect packets",

@@ -15,6 +15,22 @@ type Packet struct {
 	Port     uint16 // of the destination; 0 if the protocol has no ports
 }
 
+// ToPorts returns a copy of each forwarded TCP packet for each port, because a rule that redirects one port is not about
+// other packets.
+func ToPorts(packets []Packet, ports []Payload) (all []Packet) {
+	for _, p := range packets {
+		for _, to := range ports {
+			if p.Forwarded() && p.Protocol == TCP {
+				c := p
+				c.Protocol = to.Protocol
+				c.Port = to.Port
+				all = append(all, c)
+			}
+		}
+	}
+	return all
+}
+
 // Forwarded reports whether the packet is neither from this host nor for it.
 func (p Packet) Forwarded() bool { return p.In != "" && p.Out != "" }
 

@@ -252,6 +252,10 @@ func TestDoctor(t *testing.T) {
 		{name: "firewall may redirect packets of pods", facts: func(h *Facts) {
 			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "cni0", Out: "flannel.1", Src: pod, Dst: remote}, Program: "nft", Table: "ip x", Chain: "y", Rule: "z", Redirects: true, Doubtful: true}}
 		}, want: "nft may redirect forwarded packets of pods", fix: "nft insert rule ip x y ip daddr 10.5.0.0/16 accept"},
+		{name: "firewall redirects a port of pods", facts: func(h *Facts) {
+			h.Blocks = dropped(firewall.TCP)
+			h.Blocks[0].Port, h.Blocks[0].Dst, h.Blocks[0].Redirects = 80, remote, true
+		}, want: "nft may redirect forwarded packets to port 80 of pods from cni0 to flannel.1", fix: "nft insert rule inet x y ip daddr 10.5.0.0/16 accept"},
 		{name: "firewall redirects the tunnel", facts: func(h *Facts) {
 			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "eth0", Src: remote, Port: 8472}, Program: "nft", Table: "ip x", Chain: "y", Rule: "z", Redirects: true}}
 		}, want: "nft redirects packets of other hosts to UDP port 8472", fix: "nft insert rule ip x y udp dport 8472 accept", word: "firewall"},

@@ -41,8 +41,8 @@ func (h Facts) dockers(found finder) {
 	}
 }
 
-// blocks finds each rule that drops or redirects packets of the backend or of pods. One that is only about UDP may be meant
-// so.
+// blocks finds each rule that drops or redirects packets of the backend or of pods. One that is only about UDP or
+// a port may be meant so.
 func (h Facts) blocks(found finder) {
 	for _, b := range h.Blocks {
 		verbs := [2]string{"drop", "drops"}
@@ -54,13 +54,17 @@ func (h Facts) blocks(found finder) {
 			continue
 		}
 		kind := "packets"
-		if b.Forwarded() && b.Protocol == firewall.UDP {
+		if b.Forwarded() && (b.Protocol == firewall.UDP || b.Port > 1) {
 			all := b
 			all.Protocol = firewall.TCP
+			all.Port = 1
 			if slices.Contains(h.Blocks, all) {
 				continue
 			}
 			kind = "UDP packets"
+			if b.Port > 1 {
+				kind = fmt.Sprintf("packets to port %d", b.Port)
+			}
 			b.Doubtful = true
 		}
 		what := fmt.Sprintf("forwarded %s of pods from %s to %s", kind, b.In, b.Out)

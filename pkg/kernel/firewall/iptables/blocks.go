@@ -5,6 +5,7 @@ package iptables
 import (
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -32,6 +33,12 @@ func Blocks(ctx context.Context, packets []firewall.Packet) (blocks []firewall.B
 			}
 			for _, p := range of {
 				if b, ok := blocked(text, p); ok {
+					b.Program = v.Program(f)
+					blocks = append(blocks, b)
+				}
+			}
+			for _, p := range firewall.ToPorts(of, parseSave(text)["nat"].redirected()) {
+				if b, ok := blocked(text, p); ok && b.Redirects {
 					b.Program = v.Program(f)
 					blocks = append(blocks, b)
 				}
@@ -72,11 +79,38 @@ func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 			return b, true
 		}
 		if o.verdict == no && !strings.HasPrefix(o.chain, dockerChains) {
-			b.Redirects = o.rule.target != "DROP" && o.rule.target != "REJECT"
+			b.Redirects = redirects(o.rule.target)
 			return b, true
 		}
 	}
 	return firewall.Block{}, false
+}
+
+// redirected returns the ports whose packets a rule redirects, and of a range the first.
+func (c chains) redirected() (ports []firewall.Payload) {
+	for _, name := range slices.Sorted(maps.Keys(c)) {
+		for _, r := range c[name] {
+			var to firewall.Payload
+			for _, condition := range r.conditions {
+				switch condition.option {
+				case "-p":
+					to.Protocol, _ = protocolNumber(condition.value)
+				case "--dport", "--dports":
+					first, _, _ := strings.Cut(strings.ReplaceAll(condition.value, ":", ","), ",")
+					port, _ := strconv.ParseUint(first, 10, 16)
+					to.Port = uint16(port)
+				}
+			}
+			if to.Port != 0 && redirects(r.target) && !slices.Contains(ports, to) {
+				ports = append(ports, to)
+			}
+		}
+	}
+	return ports
+}
+
+func redirects(target string) bool {
+	return slices.Contains([]string{"DNAT", "REDIRECT", "NETMAP"}, target)
 }
 
 func policyOf(text, table, chain string) string {

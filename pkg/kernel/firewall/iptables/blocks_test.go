@@ -4,6 +4,7 @@ package iptables
 
 import (
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 
@@ -110,6 +111,16 @@ func TestRedirected(t *testing.T) {
 	}
 }
 
+// TestRedirectedPorts checks which ports are looked at because a rule redirects packets to them.
+func TestRedirectedPorts(t *testing.T) {
+	text := "*nat\n:PREROUTING ACCEPT [0:0]\n" + redirections +
+		"-A PREROUTING -p tcp -m tcp --dport 80 -j DNAT --to-destination 10.5.1.5:8080\n-A PREROUTING -p udp -m udp --dport 53:54 -j REDIRECT\nCOMMIT\n"
+	want := []firewall.Payload{{Protocol: firewall.TCP, Port: 8080}, {Protocol: firewall.TCP, Port: 8081}, {Protocol: firewall.TCP, Port: 80}, {Protocol: firewall.UDP, Port: 53}}
+	if got := parseSave(text)["nat"].redirected(); !slices.Equal(got, want) {
+		t.Errorf("%v, want %v", got, want)
+	}
+}
+
 // TestKernelBlocks checks that both variants are read, and what they drop before the table filter.
 func TestKernelBlocks(t *testing.T) {
 	firewalltest.Enter(t)
@@ -122,5 +133,14 @@ func TestKernelBlocks(t *testing.T) {
 			t.Errorf("%s: %+v, %v, want one rule of the table raw", v, blocks, err)
 		}
 		firewalltest.Shell(t, program+" -t raw -F PREROUTING")
+
+		// A rule that is about a port need not be about other packets.
+		firewalltest.Shell(t, program+" -t nat -A PREROUTING -p tcp --dport 80 -j DNAT --to-destination 10.5.1.5:8080")
+		pods := firewall.Packet{In: "cni0", Out: "flannel.1", Src: netip.MustParseAddr("10.5.49.2"), Dst: netip.MustParseAddr("10.5.7.2"), Protocol: firewall.TCP, Port: 1}
+		blocks, err = Blocks(t.Context(), []firewall.Packet{pods})
+		if err != nil || len(blocks) != 1 || blocks[0].Port != 80 || !blocks[0].Redirects {
+			t.Errorf("%s: %+v, %v, want the rule that redirects port 80", v, blocks, err)
+		}
+		firewalltest.Shell(t, program+" -t nat -F PREROUTING")
 	}
 }

@@ -46,12 +46,12 @@ func (c chains) follow(name string, p firewall.Packet, through []string) (o outc
 			continue
 		}
 
-		switch r.target {
-		case "ACCEPT":
+		switch {
+		case r.target == "ACCEPT":
 			return outcome{yes, name, r, o.doubtful}
-		case "DROP", "REJECT", "DNAT", "REDIRECT", "NETMAP":
+		case r.target == "DROP", r.target == "REJECT", redirects(r.target):
 			return outcome{no, name, r, o.doubtful}
-		case "RETURN":
+		case r.target == "RETURN":
 			return o
 		}
 

@@ -43,7 +43,12 @@ func Blocks(packets []firewall.Packet) (blocks []firewall.Block, err error) {
 	if err != nil {
 		return nil, err
 	}
-	for _, p := range packets {
+	ports, err := redirected(c, chains)
+	if err != nil {
+		return nil, err
+	}
+	whole := len(packets)
+	for i, p := range slices.Concat(packets, firewall.ToPorts(packets, ports)) {
 		f := follower{conn: c, chains: chains, devices: devices, packet: p, raw: encodePacket(p)}
 		for _, base := range chains {
 			if !f.passes(base) || ofIPTables(base.Table) || base.Table.Name == dockerTable {
@@ -60,7 +65,7 @@ func Blocks(packets []firewall.Packet) (blocks []firewall.Block, err error) {
 				b.Rule = "policy drop"
 				o.fate = dropped
 			}
-			if o.fate == dropped {
+			if o.fate == dropped && (b.Redirects || i < whole) {
 				blocks = append(blocks, b)
 			}
 		}
@@ -237,6 +242,46 @@ func (f follower) follow(c *nftables.Chain, depth int) (o outcome, err error) {
 	}
 	return o, nil
 }
+
+// redirected returns the ports whose packets a rule of a base chain redirects. Other chains, of which kube-proxy may have
+// thousands, are not read.
+func redirected(c *nftables.Conn, chains []*nftables.Chain) (ports []firewall.Payload, err error) {
+	for _, base := range chains {
+		if base.Hooknum == nil || base.Type != nftables.ChainTypeNAT {
+			continue
+		}
+		rules, err := c.GetRules(base.Table, base)
+		if err != nil {
+			return nil, err
+		}
+
+		for _, r := range rules {
+			to := firewall.Payload{Protocol: firewall.TCP}
+			var compared expr.Any
+			for _, e := range r.Exprs {
+				is, ok := e.(*expr.Cmp)
+				if !ok || is.Op != expr.CmpOpEq {
+					compared = e
+					continue
+				}
+				meta, _ := compared.(*expr.Meta)
+				payload, _ := compared.(*expr.Payload)
+				switch {
+				case meta != nil && meta.Key == expr.MetaKeyL4PROTO:
+					to.Protocol = is.Data[0]
+				case payload != nil && payload.Base == expr.PayloadBaseTransportHeader && payload.Offset == destinationPort && len(is.Data) == 2:
+					to.Port = binary.BigEndian.Uint16(is.Data)
+				}
+			}
+			if to.Port != 0 && slices.ContainsFunc(r.Exprs, redirects) && !slices.Contains(ports, to) {
+				ports = append(ports, to)
+			}
+		}
+	}
+	return ports, nil
+}
+
+const destinationPort = 2 // bytes from the beginning of the header of TCP or UDP
 
 // redirects reports whether a part of a rule gives packets another destination.
 func redirects(e expr.Any) bool {
