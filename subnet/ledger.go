@@ -121,8 +121,8 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 		h, before := l.held[key]
 		if !before && same {
 			h = hold{s.Grace, true}
-		} else if latest := now.Add(TTL); !before || h.until.After(latest) { // the clock may have been set back
-			h.until = latest
+		} else if latest := now.Add(TTL); !before || h.grace && !same || h.until.After(latest) { // the clock may have been set back
+			h = hold{latest, h.grace && same}
 		}
 		by := contradicted
 		if h.grace { // the store had the lease beside those that are as before
@@ -141,8 +141,8 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 
 // Follow applies the changes since the last snapshot or update. Its cost depends on the number
 // of changes and not on the number of peers. dropped has the keys of held peers that Follow has
-// removed because a change contradicts them. If changes alone are not sufficient, Follow changes
-// nothing and ok is false: the caller must apply the whole snapshot.
+// removed because a change contradicts them, or because their grace period is over. If changes alone
+// are not sufficient, Follow changes nothing and ok is false: the caller must apply the whole snapshot.
 func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 	if !l.synced || u.Changed == nil || u.Store.ID != l.store.ID || u.Store.Revision < l.store.Revision {
 		return nil, false
@@ -157,8 +157,9 @@ func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 
 	// Unchanged leases contradict no held peer: Apply or an earlier call of Follow has compared them.
 	contradicted := l.contradictedBy(slices.DeleteFunc(slices.Collect(maps.Values(u.Changed)), func(c *Lease) bool { return c == nil }))
-	for key := range l.held {
-		if u.Changed[key] == nil && !slices.Contains(u.Undecodable, key) && contradicted(l.peers[key].Lease) {
+	for key, h := range l.held {
+		over := h.grace && !now.Before(h.until)
+		if u.Changed[key] == nil && !slices.Contains(u.Undecodable, key) && (over || contradicted(l.peers[key].Lease)) {
 			dropped = append(dropped, key)
 		}
 	}
@@ -208,7 +209,8 @@ func (l *Ledger) remove(key string) {
 func isSpecified(a netip.Addr) bool { return a.IsValid() && !a.IsUnspecified() }
 
 // Expire removes held peers whose hold is over, and reports whether there were any. It removes
-// none before Apply was called.
+// none before Apply was called. The end of a grace period needs an answer of the store: as long as
+// that is away again, no node can take its lease again.
 func (l *Ledger) Expire(now time.Time) bool {
 	if !l.synced {
 		return false
@@ -221,7 +223,7 @@ func (l *Ledger) Expire(now time.Time) bool {
 		case h.until.After(latest): // the clock may have been set back
 			h.until = latest
 			l.held[key] = h
-		case !now.Before(h.until):
+		case !h.grace && !now.Before(h.until):
 			l.remove(key)
 		}
 	}

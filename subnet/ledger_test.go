@@ -188,8 +188,43 @@ func TestLedgerGrace(t *testing.T) {
 			{0, graced(time.Minute, snapshot("s", 12, lease("x", 1, "10.5.1.0/25", "192.0.2.9"), lease("y", 2, "10.5.8.0/24", "192.0.2.2"))), []string{"x", "y"}, nil},
 		}},
 		{"after the grace period", []ledgerStep{all, {time.Minute, graced(time.Minute, snapshot("s", 11, a)), []string{"a"}, nil}}},
+		{"another store in the grace period", []ledgerStep{
+			all,
+			{0, graced(time.Minute, snapshot("s", 11, a)), []string{"a", "b"}, nil},
+			{0, graced(time.Minute, snapshot("t", 1, a)), []string{"a", "b"}, []string{"b"}},
+			{subnet.TTL - 1, snapshot("t", 2, a), []string{"a", "b"}, []string{"b"}},
+			{1, snapshot("t", 3, a), []string{"a"}, nil},
+		}},
 	} {
 		t.Run(tc.name, func(t *testing.T) { playLedger(t, tc.steps, false) })
+	}
+}
+
+// TestLedgerGraceWithoutTheStore lets a store go away again in a grace period. While it is away no node can take its
+// lease again, so all peers stay until the store has said something after that period.
+func TestLedgerGraceWithoutTheStore(t *testing.T) {
+	a := lease("a", 1, "10.5.1.0/24", "192.0.2.1")
+	for _, whole := range []bool{false, true} {
+		ledger := new(subnet.Ledger)
+		ledger.Apply(snapshot("s", 10, a), ledgerStart)
+		end := ledgerStart.Add(time.Minute)
+		store := subnet.StoreID{ID: "s", Revision: 11}
+		u := subnet.Update{Store: store, Changed: map[string]*subnet.Lease{"a": nil}, Grace: end}
+		if _, ok := ledger.Follow(u, ledgerStart); !ok {
+			t.Fatal("the ledger needs the snapshot")
+		}
+		if later := end.Add(time.Hour); ledger.Expire(later) || ledger.Len() != 1 {
+			t.Error("the peer has gone although the store has said nothing")
+		}
+
+		if whole {
+			ledger.Apply(snapshot("s", 12), end)
+		} else if dropped, _ := ledger.Follow(subnet.Update{Store: store, Changed: map[string]*subnet.Lease{}}, end); !slices.Equal(dropped, []string{"a"}) {
+			t.Errorf("dropped %v, want a", dropped)
+		}
+		if ledger.Len() != 0 {
+			t.Errorf("the peer stays after the grace period, with a whole snapshot: %v", whole)
+		}
 	}
 }
 

@@ -72,7 +72,7 @@ type Update struct {
 	Undecodable []string
 	// Grace is set after an outage in which nodes could not renew their leases. The store deletes such leases
 	// as soon as it is available again, and their nodes take them again within seconds. So a peer whose lease
-	// goes before Grace is held until then.
+	// goes before Grace is held until the first update or snapshot after that.
 	Grace time.Time
 	// Snapshot returns all leases. The receiver may call it only until the sink of Watch returns. Its
 	// cost depends on the number of leases.
