@@ -170,7 +170,7 @@ func (n *Network) prepareChange(ctx context.Context, s *session, cfg subnet.Conf
 	if c.be, _, err = n.newBackend(n.env(c.iface, cfg)); err != nil {
 		return c, err
 	}
-	if err := n.devices.Take(c.be.Scope().Devices...); err != nil {
+	if err := n.lockFor(c.be); err != nil {
 		return c, err
 	}
 	had := now.Own.Claim()
@@ -304,4 +304,5 @@ func (n *Network) restore(s *session, c *change) {
 		now.Former = former
 		now.Rules = failed.FormerNetworks(now.Config)
 	})
+	n.claimOnly(s.be)
 }

@@ -183,13 +183,29 @@ func (n *Network) claim(all []Claimed) error {
 	return n.claims(all)
 }
 
-// claimOnly claims the configuration in use, with its backend be, and what former ones have left, and nothing else any
-// more. It also releases the locks of all other devices.
+// lockFor locks the devices of be, with which a change is being prepared. The locks last at least until claimOnly is called.
+func (n *Network) lockFor(be backend.Backend) error {
+	n.claiming.Lock()
+	defer n.claiming.Unlock()
+	n.prepared = be.Scope().Devices
+	return n.devices.Take(n.prepared...)
+}
+
+// claimOnly is claimLess when no change is prepared any more.
 func (n *Network) claimOnly(be backend.Backend) {
+	n.claiming.Lock()
+	n.prepared = nil
+	n.claiming.Unlock()
+	n.claimLess(be)
+}
+
+// claimLess claims the configuration in use, with its backend be, and what former ones have left, and nothing else any
+// more. It also releases the locks of all devices except for these and prepared ones.
+func (n *Network) claimLess(be backend.Backend) {
 	n.claiming.Lock() // otherwise an earlier state could be claimed last
 	defer n.claiming.Unlock()
 	all := n.claimed(n.last(), be)
-	var devices []string
+	devices := slices.Clone(n.prepared)
 	for _, c := range all {
 		if c.Backend != nil {
 			devices = append(devices, c.Backend.Scope().Devices...)

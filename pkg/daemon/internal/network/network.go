@@ -74,7 +74,8 @@ type Network struct {
 	rules    ruleKeeper
 	others   func() ([]netip.Prefix, <-chan struct{}) // see Config.Others
 	claims   func([]Claimed) error                    // see Config.Claims
-	claiming sync.Mutex                               // see claimOnly
+	claiming sync.Mutex                               // see claimLess
+	prepared []string                                 // devices of a change that is being prepared; guarded by claiming
 	progress *Progress
 	labelled atomic.Pointer[string]  // location of this host according to the store; nil before it was read
 	serving  atomic.Pointer[session] // the last session that was started; nil before the first and after leaveLast

@@ -120,7 +120,7 @@ func (n *Network) retire(ctx context.Context, s *session) {
 		return
 	}
 	n.state.Update(func(now *lastknown.State) { now.Former = nil })
-	n.claimOnly(s.be)
+	n.claimLess(s.be)
 	n.progress.retired()
 	s.rules.Send() // they guard the tunnels of former configurations only until then
 }

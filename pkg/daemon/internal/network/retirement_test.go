@@ -3,16 +3,24 @@
 package network
 
 import (
+	"context"
 	"errors"
 	"net/netip"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/builtin"
+	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/ownership"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/subnet"
@@ -125,4 +133,51 @@ func TestSupersededChangeKeepsFormerDevices(t *testing.T) {
 
 func envOf(f lastknown.Former) backend.Env {
 	return backend.Env{Underlay: f.Interface, Config: f.Config}
+}
+
+// TestRetirementKeepsPreparedDevices ends a retirement while a change waits for another lease. No other daemon may get
+// the lock of the device that the change needs.
+func TestRetirementKeepsPreparedDevices(t *testing.T) {
+	catalog, err := builtin.New(options.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	n := &Network{host: &Host{}, catalog: catalog, store: silent{}, state: lastknown.NewStore(nil), devices: ownership.NewLocks(dir)}
+	n.progress = NewProgress(klog.Background())
+	n.openKernel = func(linux.Options) (kernel, error) { return scriptedKernel{dataplanetest.New()}, nil }
+	now := lastknown.State{
+		Config: parseConfig(t, `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":2}}`), Interface: link(1500, "192.0.2.1"),
+		Own: peerOn("10.5.1.0/24", "192.0.2.1"),
+	}
+	now.Former = []lastknown.Former{{Config: parseConfig(t, `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`), Interface: now.Interface}}
+	n.state.Change(func(to *lastknown.State) { *to = now })
+	be, _, err := catalog.New(n.env(now.Interface, now.Config))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &session{be: be, retirement: n.newRetirement(now.Former, be), rules: wait.NewSignal()}
+
+	ctx, cancel := context.WithCancel(t.Context())
+	var preparing sync.WaitGroup
+	defer preparing.Wait()
+	defer cancel()
+	preparing.Go(func() {
+		other := parseConfig(t, `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":7}}`)
+		for ctx.Err() == nil { // inUse may have the lock for a moment
+			_, _ = n.prepareChange(ctx, s, other, make(chan struct{}))
+		}
+	})
+	inUse := func(device string) bool {
+		other := ownership.NewLocks(dir)
+		defer other.Keep()
+		return errors.Is(other.Take(device), ownership.ErrInUse)
+	}
+	waittest.Until(t, time.Minute, "the lock of the prepared device", func() bool { return inUse("flannel.7") })
+
+	s.retirement.start.Send()
+	n.retire(ctx, s)
+	if inUse("flannel.1") || !inUse("flannel.7") {
+		t.Errorf("locked are flannel.1: %v, and flannel.7: %v; want only the latter", inUse("flannel.1"), inUse("flannel.7"))
+	}
 }
