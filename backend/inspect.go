@@ -83,11 +83,12 @@ type ObjectReport struct {
 
 // PeerReport describes how the lease of another node is served.
 type PeerReport struct {
-	Lease   subnet.Lease
-	Refused string         // the reason why the lease is not served, or not in all families; empty if it is served in all
-	Held    bool           // the store has lost the lease without removing it
-	Changed time.Time      // when the lease last changed
-	Objects []ObjectReport // nil if not requested, or if the network is not an Inspector
+	Lease    subnet.Lease
+	Refused  string         // the reason why the lease is not served, or not in all families; empty if it is served in all
+	Reserved bool           // the lease only reserves a subnet, and is neither served nor refused
+	Held     bool           // the store has lost the lease without removing it
+	Changed  time.Time      // when the lease last changed
+	Objects  []ObjectReport // nil if not requested, or if the network is not an Inspector
 	// PathMTUs contains the sizes in bytes of the largest packets to those subnets of the peer whose path
 	// is narrower than the device. It is nil if there are none.
 	PathMTUs map[netip.Prefix]int
@@ -119,7 +120,10 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	chooser, _ := s.Network.(Chooser)
 	sizer, _ := s.Network.(PathSizer)
 	for l := range s.Ledger.Leases() {
-		p := PeerReport{Lease: *l, Refused: s.log.refused[l.Key], Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key)}
+		p := PeerReport{
+			Lease: *l, Refused: s.log.refused[l.Key], Reserved: s.unusable[l.Key] == reserved,
+			Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key),
+		}
 		if objects {
 			p.Objects = Objects(s.Network, l.Key)
 		}

@@ -6,6 +6,8 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -51,6 +53,61 @@ func TestInspect(t *testing.T) {
 		if n := len(in.Peers); n != 2 || in.Peers[1].Refused != `its backend type is "other", ours "test"` {
 			t.Errorf("peers are %+v, want the held one and the refused one of another type", in.Peers)
 		}
+	})
+}
+
+// TestReservation checks that a reservation is neither served nor refused, and that the lease of the host that takes it is
+// judged as any other.
+func TestReservation(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{}
+		s, log := run(t, n)
+		reserved := lease(4, "")
+		reserved.BackendType = ""
+		reserved.Permanent = true
+		reserved.Endpoints[0].Data = nil
+		withData := lease(5, "five")
+		withData.BackendType = ""
+		withData.Permanent = true
+		untyped := lease(6, "")
+		untyped.BackendType = ""
+		untyped.Endpoints[0].Data = nil
+		s.Publish(fullUpdate(snapshot(2, reserved, withData, untyped)))
+		synctest.Wait()
+
+		expect := func(what string, reserved bool, refused ...string) {
+			t.Helper()
+			in, err := s.Inspect(t.Context(), false)
+			if err != nil || in.Peers[0].Reserved != reserved {
+				t.Errorf("%s: %+v, %v", what, in.Peers, err)
+			}
+			var got []string
+			for _, p := range in.Peers {
+				if p.Refused != "" {
+					got = append(got, p.Lease.Key)
+				}
+			}
+			if diff := cmp.Diff(refused, got); diff != "" {
+				t.Errorf("%s: refused (-want +got):\n%s", what, diff)
+			}
+		}
+		expect("a reservation", true, "host5", "host6")
+		if strings.Contains(log(), "host4") {
+			t.Errorf("the log names the reservation:\n%s", log())
+		}
+		if !slices.Contains(n.refused, "host4") { // a cloud keeps its routes
+			t.Errorf("Set.Refused has %v, want host4 too", n.refused)
+		}
+
+		taken := lease(4, "four")
+		taken.Permanent = true
+		s.Publish(deltaUpdate(3, []subnet.Lease{taken}))
+		synctest.Wait()
+		expect("a reservation that its host has taken", false, "host5", "host6")
+		taken.BackendType = "other"
+		s.Publish(deltaUpdate(4, []subnet.Lease{taken}))
+		synctest.Wait()
+		expect("another backend", false, "host4", "host5", "host6")
 	})
 }
 

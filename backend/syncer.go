@@ -62,7 +62,7 @@ type Syncer struct {
 	SyncerConfig
 	loop     *loop.Loop
 	arbiter  *subnet.Arbiter
-	unusable map[string]string // reasons why leases were not passed to the arbiter, by key
+	unusable map[string]string // reasons why leases were not passed to the arbiter, by key; or reserved
 	kernel   map[string]string // reasons why the network refused peers, by lease key
 	err      error             // error of the last pass
 	lastSync time.Time         // time of the last successful pass
@@ -289,8 +289,12 @@ func (s *Syncer) mayDiffer(set Set, byKernel []subnet.Refusal, failed bool) map[
 	return keys
 }
 
-// reason says why a lease is not served in all families. It returns "" for one that is.
+// reason says why a lease is not served in all families. It returns "" for one that is, and for a reservation, because no
+// host waits for packets there.
 func (s *Syncer) reason(key string) string {
+	if s.unusable[key] == reserved {
+		return ""
+	}
 	if why, ok := s.unusable[key]; ok {
 		return why
 	}
@@ -399,10 +403,16 @@ func (s *Syncer) noteMoving(l *subnet.Lease) {
 	}
 }
 
+// reserved is why a lease is unusable that only reserves a subnet. It is not a refusal.
+const reserved = "reserved"
+
 // check validates a lease without regard to others. It says why the lease is unusable, or "".
 func (s *Syncer) check(l *subnet.Lease) (c subnet.Claimant, unusable string) {
 	c.Lease = l
 	used, ok := s.choose(l)
+	if !ok && l.Reservation() {
+		return c, reserved
+	}
 	if !ok {
 		return c, fmt.Sprintf("its backend type is %q, ours %q", subnet.Shorten(l.BackendType), s.Config.BackendType)
 	}

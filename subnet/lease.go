@@ -57,6 +57,13 @@ func (l Lease) Endpoint(f prefix.Family) (e Endpoint, ok bool) {
 	return Endpoint{}, false
 }
 
+// Reservation reports whether nothing in the lease tells that a host has taken it: it does not expire, and has neither a type
+// nor data of a backend. The leases of hosts with udp or a cloud have neither, so one that does not expire looks the same.
+func (l Lease) Reservation() bool {
+	hasData := func(e Endpoint) bool { return e.Data != nil }
+	return l.Permanent && l.BackendType == "" && !slices.ContainsFunc(l.Endpoints, hasData)
+}
+
 // Compare orders leases for people: by their subnets as numbers, and equal ones by key. A lease without
 // subnets comes first.
 func (l Lease) Compare(other Lease) int {

@@ -36,7 +36,7 @@ type verdict struct {
 	Peer     string       `json:"peer,omitempty"` // key of its lease
 	status.Outcome
 
-	refused bool // nothing is sent
+	unserved bool // nothing is sent
 }
 
 func newCheckCommand(h host) *cobra.Command {
@@ -186,7 +186,7 @@ func toCheck(r status.Report, only []netip.Prefix) []verdict {
 	for _, p := range r.Peers {
 		for i, s := range p.Subnets {
 			if chosen(only, s, p.PublicIPs[i]) {
-				verdicts = append(verdicts, verdict{Subnet: s, PublicIP: p.PublicIPs[i], Peer: p.Key, refused: p.State == status.Refused})
+				verdicts = append(verdicts, verdict{Subnet: s, PublicIP: p.PublicIPs[i], Peer: p.Key, unserved: !p.State.Served()})
 			}
 		}
 	}
@@ -194,7 +194,7 @@ func toCheck(r status.Report, only []netip.Prefix) []verdict {
 	return verdicts
 }
 
-// diagnose checks paths, and yields their verdicts in the same order. They lack a result for refused peers, to which
+// diagnose checks paths, and yields their verdicts in the same order. They lack a result for peers that are not served, to which
 // nothing is sent, and if ctx ends.
 func diagnose(ctx context.Context, r status.Report, verdicts []verdict) iter.Seq[verdict] {
 	ways := pathsOf(r)
@@ -209,7 +209,7 @@ func diagnose(ctx context.Context, r status.Report, verdicts []verdict) iter.Seq
 			group.SetLimit(checkAtOnce)
 			for i, v := range verdicts {
 				group.Go(func() error {
-					if !v.refused {
+					if !v.unserved {
 						v = v.diagnosed(ctx, ways, r.Paths)
 					}
 					results[i] <- v

@@ -390,6 +390,7 @@ func (m *migration) addHost(r status.Report) {
 
 	for _, p := range r.Peers {
 		switch {
+		case p.State == status.Reserved:
 		case p.Backend == "":
 			m.Host.Refused[p.Key] = p.Error
 		case p.Waiting == "":

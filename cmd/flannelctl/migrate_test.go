@@ -85,7 +85,11 @@ func TestMigrationState(t *testing.T) {
 		{Lease: status.Lease{Key: "old"}, Backend: "vxlan", Waiting: "it does not publish data for vxlan"},
 		{Lease: status.Lease{Key: "new"}, Backend: "vxlan"},
 		{Lease: status.Lease{Key: "rival"}, Error: "its subnet is that of another lease"},
+		{Lease: status.Lease{Key: "reserved"}, State: status.Reserved},
 	}})
+	if len(m.Host.Refused) != 1 {
+		t.Errorf("%v are refused, want only rival", m.Host.Refused)
+	}
 	var text strings.Builder
 	m.print(&text)
 	for _, want := range []string{"old does not publish data", "unreadable does not publish data", "from vxlan (flannel.1) to vxlan (flannel.7)", "by vxlan (flannel.7): 1, by vxlan (flannel.1): 1", "rival is refused: its subnet is that of another lease", "MTU of new pods: 1450"} {

@@ -126,6 +126,7 @@ func TestFormsOfStatus(t *testing.T) {
 			"10.5.2.0/24 192.0.2.1 vxlan missing b - 2026-11-30T08:00:00Z", "route MISSING",
 		}},
 		{"-o name", status.Report{Ready: true, Peers: peers, Paths: paths}, []string{"b"}},
+		{"-o name", status.Report{Peers: []status.Peer{peers[1], peer("c", "10.5.3.0/24", status.Reserved)}}, []string{"b"}},
 		{"-o name --peers", status.Report{Ready: true, Peers: peers, Paths: paths}, []string{"a", "b"}},
 		{"-o name", several, []string{"red", "blue"}},
 		{"--brief", status.Report{Ready: true, Peers: peers, Paths: paths}, []string{"ready; peers: 1 in place, 1 missing; paths: 1 mtu, 1 ok"}},

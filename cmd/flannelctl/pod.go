@@ -325,7 +325,7 @@ func (c *podCheck) plan(attached map[prefix.Family]attachment, only []netip.Pref
 				continue
 			}
 			l := leg{From: a.own, Half: outside, reach: reach{To: prefix.First(s).String()}, path: paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, subnet: s}
-			l.settled = p.State == status.Refused
+			l.settled = !p.State.Served()
 			if len(c.report.Network.Devices) > 0 && !l.settled {
 				l.end = s.Masked().Addr()
 			}

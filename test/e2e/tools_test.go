@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -443,11 +444,15 @@ COMMIT
 				}
 				expectFlannelctl(f.t, f.a, []string{"reserve", subnet, "192.168.77.210"})
 				eventually(f.t, "the reservation is known", func() error {
-					if n := len(statusOf(f.t, f.a).Peers); n != 2 {
-						return fmt.Errorf("%d peers", n)
+					peers := statusOf(f.t, f.a).Peers
+					if !slices.ContainsFunc(peers, func(p status.Peer) bool { return p.State == status.Reserved }) {
+						return fmt.Errorf("no peer is reserved: %+v", peers)
 					}
 					return nil
 				})
+				if n := metric(f.t, f.a, `flannel_peers{state="refused"}`); n != 0 {
+					f.t.Errorf("%v peers are refused", n)
+				}
 				return func() { expectFlannelctl(f.t, f.a, []string{"unreserve", subnet}) }
 			},
 			check: "reserved, and not taken yet",

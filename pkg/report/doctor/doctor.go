@@ -200,7 +200,7 @@ func (h Facts) peers(found finder) {
 	var reserved []string
 	var subnets []netip.Prefix
 	for _, p := range h.Report.Peers {
-		if reservation(p) {
+		if p.State == status.Reserved {
 			reserved = append(reserved, p.Key)
 			subnets = append(subnets, p.Subnets...)
 		}
@@ -213,18 +213,12 @@ func (h Facts) peers(found finder) {
 	}
 }
 
-// reservation reports whether the lease of a refused peer only reserves a subnet. It has no type of a backend before its host
-// starts.
-func reservation(p status.Peer) bool {
-	return p.State == status.Refused && p.Permanent && p.Type == ""
-}
-
 // peersIn finds all peers with a state together.
 func (h Facts) peersIn(found finder, state status.State, problem, fix string) {
 	var names []string
 	var subnets []netip.Prefix
 	for _, p := range h.Report.Peers {
-		if p.State != state || reservation(p) {
+		if p.State != state {
 			continue
 		}
 		name := p.Key

@@ -175,7 +175,7 @@ func TestDoctor(t *testing.T) {
 			h.Twins = []Twin{{Dev: "eth0", Addr: netip.MustParseAddr("192.0.2.49"), MAC: "02:00:00:00:00:99"}}
 		}, want: "another host on eth0, with the MAC address 02:00:00:00:00:99, has the address 192.0.2.49 of this one", fix: "another address", word: Duplicate},
 		{name: "a refused peer", report: func(r *status.Report) { r.Peers[0].State, r.Peers[0].Error = status.Refused, "another backend" }, want: "refuses the peer 10.5.7.0-24 (another backend)", fix: "flannelctl status", word: "refused"},
-		{name: "a reservation", report: func(r *status.Report) { r.Peers[0].State, r.Peers[0].Permanent = status.Refused, true }, want: "reserved, and not taken yet, unless by a host with udp or a cloud: 10.5.7.0-24", fix: "unreserve"},
+		{name: "a reservation", report: func(r *status.Report) { r.Peers[0].State = status.Reserved }, want: "reserved, and not taken yet, unless by a host with udp or a cloud: 10.5.7.0-24", fix: "unreserve"},
 		{name: "a peer without a route", report: func(r *status.Report) { r.Peers[0].State = status.Missing }, want: "the kernel lacks objects for the peer 10.5.7.0-24", fix: "flannelctl status", word: "missing"},
 		{name: "no store", report: func(r *status.Report) {
 			r.Datastore = status.Datastore{Kind: "etcd", Since: time.Unix(0, 0), Error: "refused"}

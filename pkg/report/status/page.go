@@ -111,7 +111,7 @@ func class(level int) string { return []string{"good", "warn", "bad"}[level] }
 // levelOf returns the level of a peer's state or of a path's result.
 func levelOf(text string) int {
 	switch text {
-	case string(InPlace), "ok", "waiting", "unknown":
+	case string(InPlace), string(Reserved), "ok", "waiting", "unknown":
 		return good
 	case string(Held):
 		return warn
@@ -330,7 +330,7 @@ func peers(r Report) markup {
 
 	return tag(`<h2>Peers <span class="soft" id="shown">%s</span></h2>
 <div class="tools"><input id="filter" type="search" placeholder="filter: subnet, address, type, error" aria-label="Filter peers" size="34">
-<select id="state" aria-label="State"><option value="">all states</option><option>in place</option><option>missing</option><option>held</option><option>refused</option></select></div>
+<select id="state" aria-label="State"><option value="">all states</option><option>in place</option><option>missing</option><option>held</option><option>refused</option><option>reserved</option></select></div>
 <div class="scroll"><table id="peers">
 <thead><tr>%s</tr></thead>
 <tbody>

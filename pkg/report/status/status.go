@@ -212,7 +212,12 @@ const (
 	Missing State = "missing" // some of its objects are not in the kernel
 	Held    State = "held"    // still served although the store no longer contains it
 	Refused State = "refused"
+	// Reserved means that the lease only reserves a subnet, for a host that has not started.
+	Reserved State = "reserved"
 )
+
+// Served reports whether this host sends packets to a peer in state s.
+func (s State) Served() bool { return s != Refused && s != Reserved }
 
 // Peer is a peer as this host sees it.
 type Peer struct {

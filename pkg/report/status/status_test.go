@@ -102,9 +102,10 @@ func TestPage(t *testing.T) {
 // TestHeadline checks that the first line of the page, which has the color of what is worst, hides nothing.
 func TestHeadline(t *testing.T) {
 	for want, change := range map[string]func(*status.Report){
-		`good">ready, 2 peers in place<`:               func(*status.Report) {},
-		`bad">ready, 1 peer refused, 1 peer in place<`: func(r *status.Report) { r.Peers[1].State = status.Refused },
-		`warn">ready, 1 peer held, 1 peer in place<`:   func(r *status.Report) { r.Peers[1].State = status.Held },
+		`good">ready, 2 peers in place<`:                 func(*status.Report) {},
+		`bad">ready, 1 peer refused, 1 peer in place<`:   func(r *status.Report) { r.Peers[1].State = status.Refused },
+		`good">ready, 1 peer in place, 1 peer reserved<`: func(r *status.Report) { r.Peers[1].State = status.Reserved },
+		`warn">ready, 1 peer held, 1 peer in place<`:     func(r *status.Report) { r.Peers[1].State = status.Held },
 		`bad">ready, 2 peers in place, 3 paths network, 1 path ok<`: func(r *status.Report) {
 			r.Paths = &status.Paths{Results: map[string]int{"ok": 1, "network": 3, "mtu": 0}}
 		},

@@ -33,7 +33,7 @@ func (n *Network) newProber(s *session, now lastknown.State, running backend.Net
 	return paths.NewProber(c)
 }
 
-// reachable returns the peers that are not refused, with their paths. ok is false if the lease loop
+// reachable returns the peers that are neither refused nor only reserved, with their paths. ok is false if the lease loop
 // does not answer within statusTimeout.
 func reachable(ctx context.Context, syncer *backend.Syncer) (peers []paths.Peer, ok bool) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
@@ -44,7 +44,7 @@ func reachable(ctx context.Context, syncer *backend.Syncer) (peers []paths.Peer,
 	}
 
 	for _, p := range in.Peers {
-		if p.Refused != "" {
+		if p.Refused != "" || p.Reserved {
 			continue
 		}
 		peer := paths.Peer{Key: p.Lease.Key}

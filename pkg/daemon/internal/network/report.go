@@ -82,6 +82,7 @@ func (n *Network) countPeers(l *metrics.Values, now lastknown.State, in backend.
 	for _, p := range in.Peers {
 		l.NarrowPaths += len(p.PathMTUs)
 		switch {
+		case p.Reserved: // it is in Pool
 		case p.Refused != "":
 			l.Peers["refused"]++
 		case p.Held:
@@ -259,6 +260,8 @@ func statusPeer(p backend.PeerReport) status.Peer {
 	}
 
 	switch {
+	case p.Reserved:
+		peer.State = status.Reserved
 	case p.Refused != "":
 		peer.State = status.Refused
 	case p.Held && peer.State == status.InPlace:

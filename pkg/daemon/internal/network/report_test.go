@@ -15,11 +15,14 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/keeper"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/report/metrics"
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -122,6 +125,21 @@ func TestPoolUse(t *testing.T) {
 				t.Errorf("%+v, want 2 leased, 1 reserved, of %d to %d", use, tc.least, tc.most)
 			}
 		})
+	}
+}
+
+// TestReservation checks that a reservation is no refused peer, in the status and in the metrics.
+func TestReservation(t *testing.T) {
+	reserved := backend.PeerReport{Reserved: true}
+	refused := backend.PeerReport{Refused: "another backend"}
+	if got := statusPeer(reserved); got.State != status.Reserved || got.State.Served() {
+		t.Errorf("the state of a reservation is %q", got.State)
+	}
+
+	var values metrics.Values
+	(&Network{}).countPeers(&values, lastknown.State{}, backend.Inspection{Peers: []backend.PeerReport{reserved, refused, {}}})
+	if diff := cmp.Diff(map[string]int{"served": 1, "held": 0, "refused": 1}, values.Peers); diff != "" {
+		t.Errorf("peers (-want +got):\n%s", diff)
 	}
 }
 

@@ -280,7 +280,7 @@ func ways(r status.Report, bridges []doctor.Bridge) ([]doctor.Way, error) {
 
 			for _, p := range r.Peers {
 				for _, s := range p.Subnets {
-					if p.State == status.Refused || s.Addr().Is4() != a.Addr().Is4() {
+					if !p.State.Served() || s.Addr().Is4() != a.Addr().Is4() {
 						continue
 					}
 
@@ -462,7 +462,7 @@ func checks(r status.Report, ways []doctor.Way) (all []firewall.Packet) {
 func peerAddress(r status.Report, v4 bool) netip.Addr {
 	for _, p := range r.Peers {
 		for _, a := range p.PublicIPs {
-			if p.State != status.Refused && a.Is4() == v4 {
+			if p.State.Served() && a.Is4() == v4 {
 				return a
 			}
 		}
