@@ -376,9 +376,9 @@ func (h Facts) strict(dev string) bool {
 	return max(all, own) == 1
 }
 
-// firewalls checks whether programs run that may drop packets. Their remedies accept packets from pods, on any device, and
-// packets to the backend's UDP ports.
-func (h Facts) firewalls(found finder) {
+// trust returns commands with which firewalld accepts packets from pods, on any device, and packets to the backend's UDP
+// ports.
+func (h Facts) trust() string {
 	var trusted []string
 	for _, p := range h.Report.Network.Prefixes {
 		trusted = append(trusted, "firewall-cmd --permanent --zone=trusted --add-source="+p.String())
@@ -386,14 +386,22 @@ func (h Facts) firewalls(found finder) {
 	if len(trusted) == 0 { // no daemon tells the network
 		trusted = []string{"firewall-cmd --permanent --zone=trusted --add-source=POD-NETWORK"}
 	}
-	allowed := []string{"ufw default allow routed"}
 	for _, port := range h.Report.Network.Ports {
 		trusted = append(trusted, fmt.Sprintf("firewall-cmd --permanent --add-port=%d/udp", port))
+	}
+	return strings.Join(append(trusted, "firewall-cmd --reload"), " && ")
+}
+
+// firewalls checks whether programs run that may drop packets. Their remedies accept packets from pods, on any device, and
+// packets to the backend's UDP ports.
+func (h Facts) firewalls(found finder) {
+	allowed := []string{"ufw default allow routed"}
+	for _, port := range h.Report.Network.Ports {
 		allowed = append(allowed, fmt.Sprintf("ufw allow %d/udp", port))
 	}
 
 	if _, ok := h.text("run/firewalld.pid"); ok || h.exists("run/firewalld") {
-		found(note("firewalld runs: it may drop packets of the network and its pods", strings.Join(append(trusted, "firewall-cmd --reload"), " && ")))
+		found(note("firewalld runs: it may drop packets of the network and its pods", h.trust()))
 	}
 	if conf, _ := h.text("etc/ufw/ufw.conf"); slices.Contains(strings.Fields(conf), "ENABLED=yes") {
 		found(note("ufw is enabled: it drops forwarded packets by default", strings.Join(allowed, "; ")))

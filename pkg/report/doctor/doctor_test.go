@@ -241,6 +241,9 @@ func TestDoctor(t *testing.T) {
 		{name: "firewall drops packets of pods", facts: func(h *Facts) {
 			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "cni0", Out: "flannel.1", Src: pod}, Program: "nft", Table: "inet x", Chain: "y", Rule: "policy drop"}}
 		}, want: "nft drops forwarded packets of pods from cni0 to flannel.1 in chain y of table inet x", fix: "nft insert rule inet x y ip saddr 10.5.0.0/16 accept", word: "firewall"},
+		{name: "firewalld drops packets of pods, seen in a pod", facts: func(h *Facts) {
+			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "cni0", Out: "flannel.1", Src: pod}, Program: "nft", Table: "inet firewalld", Chain: "filter_FORWARD", Rule: "the rule with handle 187"}}
+		}, want: "firewalld drops forwarded packets of pods from cni0 to flannel.1 in chain filter_FORWARD of table inet firewalld: the rule with handle 187", fix: "firewall-cmd --permanent --zone=trusted --add-source=10.5.0.0/16 && ", word: "firewall"},
 		{name: "firewall may drop packets of pods", facts: func(h *Facts) {
 			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "cni0", Out: "flannel.1", Src: pod}, Program: "nft", Table: "inet x", Chain: "y", Rule: "policy drop", Doubtful: true}}
 		}, want: "nft may drop forwarded packets of pods", fix: "nft insert rule"},

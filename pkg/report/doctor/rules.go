@@ -5,6 +5,7 @@ package doctor
 import (
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
@@ -49,8 +50,18 @@ func (h Facts) blocks(found finder) {
 		if b.Redirects {
 			verbs = [2]string{"redirect", "redirects"}
 		}
+
+		program := b.Program
+		fix := h.accept(b)
+		permanently := fix + " (and make it permanent in the firewall's own settings)"
+		if strings.HasSuffix(b.Table, " firewalld") && !b.Redirects {
+			program = "firewalld"
+			fix = h.trust()
+			permanently = fix
+		}
+
 		if b.In != "" && b.Out == "" && b.Protocol == firewall.TCP {
-			found(note(fmt.Sprintf("%s %s TCP packets of other hosts to %s in chain %s of table %s: %s: flannelctl check there cannot tell whether the path works, although pods are reached", b.Program, verbs[1], b.Dst, b.Chain, b.Table, b.Rule), h.accept(b)))
+			found(note(fmt.Sprintf("%s %s TCP packets of other hosts to %s in chain %s of table %s: %s: flannelctl check there cannot tell whether the path works, although pods are reached", program, verbs[1], b.Dst, b.Chain, b.Table, b.Rule), fix))
 			continue
 		}
 		kind := "packets"
@@ -78,11 +89,10 @@ func (h Facts) blocks(found finder) {
 		}
 
 		where := fmt.Sprintf("%s in chain %s of table %s: %s", what, b.Chain, b.Table, b.Rule)
-		fix := h.accept(b) + " (and make it permanent in the firewall's own settings)"
 		if b.Doubtful {
-			found(note(fmt.Sprintf("%s may %s %s", b.Program, verbs[0], where), fix))
+			found(note(fmt.Sprintf("%s may %s %s", program, verbs[0], where), permanently))
 		} else {
-			found(cut("firewall", fmt.Sprintf("%s %s %s", b.Program, verbs[1], where), fix, subnets...))
+			found(cut("firewall", fmt.Sprintf("%s %s %s", program, verbs[1], where), permanently, subnets...))
 		}
 	}
 }
