@@ -35,6 +35,7 @@ type NetworkReport struct {
 	Location *status.Location // nil if the network has no locations
 	// NotStarted is why the next backend of a migration does not run; nil if it does, or if there is none.
 	NotStarted error
+	NextMode   string // Mode of the next backend of a migration
 }
 
 // Report returns the state of n, or the zero NetworkReport if n is not an Inspector.

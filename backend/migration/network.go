@@ -557,6 +557,7 @@ func (n *network) Report() backend.NetworkReport {
 	r := backend.Report(n.running[present])
 	other := backend.Report(n.running[next])
 	r.NotStarted = n.notStarted
+	r.NextMode = other.Mode
 	r.Location = cmp.Or(r.Location, other.Location)
 	if r.Dropped == nil {
 		r.Dropped = other.Dropped

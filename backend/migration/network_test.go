@@ -563,6 +563,28 @@ func TestNextBackendGetsItsPort(t *testing.T) {
 	}
 }
 
+// reporter is a network of which only the report is used.
+type reporter struct {
+	backend.Network
+	report backend.NetworkReport
+}
+
+func (r reporter) Report() backend.NetworkReport       { return r.report }
+func (reporter) Objects(string) []backend.ObjectReport { return nil }
+
+// TestModes checks that the report has the mode of each backend.
+func TestModes(t *testing.T) {
+	n := &network{}
+	n.running[present] = reporter{report: backend.NetworkReport{Mode: "kernel"}}
+	if r := n.Report(); r.Mode != "kernel" || r.NextMode != "" {
+		t.Errorf("before the next backend runs: %+v", r)
+	}
+	n.running[next] = reporter{report: backend.NetworkReport{Mode: "userspace"}}
+	if r := n.Report(); r.Mode != "kernel" || r.NextMode != "userspace" {
+		t.Errorf("%+v, want both modes", r)
+	}
+}
+
 // TestBothBackendsPublish checks that each of the two backends can change its published data during
 // a migration.
 func TestBothBackendsPublish(t *testing.T) {

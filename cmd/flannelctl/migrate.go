@@ -231,10 +231,11 @@ type migration struct {
 
 // hostMigration is the state of this host.
 type hostMigration struct {
-	MTU     int               `json:"mtu"`     // of new pods: the smaller MTU of the two backends
-	Moved   int               `json:"moved"`   // number of peers to which the host sends by the next backend
-	Waiting map[string]string `json:"waiting"` // by lease, why the host sends to the peer by the present backend
-	Refused map[string]string `json:"refused"` // by lease, why the host sends to the peer by neither backend
+	MTU     int               `json:"mtu"`            // of new pods: the smaller MTU of the two backends
+	Mode    string            `json:"mode,omitempty"` // of the next backend, if it can carry packets in several ways
+	Moved   int               `json:"moved"`          // number of peers to which the host sends by the next backend
+	Waiting map[string]string `json:"waiting"`        // by lease, why the host sends to the peer by the present backend
+	Refused map[string]string `json:"refused"`        // by lease, why the host sends to the peer by neither backend
 	// ClearText is the number of peers to which this host sends by the backend of the key SameLocation,
 	// because they are at its location. That backend does not encrypt.
 	ClearText int `json:"clearText,omitempty"`
@@ -383,7 +384,7 @@ func (m *migration) addHost(r status.Report) {
 		return
 	}
 
-	m.Host = &hostMigration{MTU: r.Network.MTU, Waiting: map[string]string{}, Refused: map[string]string{}}
+	m.Host = &hostMigration{MTU: r.Network.MTU, Mode: r.Network.NextMode, Waiting: map[string]string{}, Refused: map[string]string{}}
 	if l := r.Network.Location; l != nil {
 		m.Host.ClearText = l.ByInside
 	}
@@ -430,6 +431,9 @@ func (m migration) print(w io.Writer) {
 	}
 
 	fmt.Fprintf(w, "this host\tpeers to which it sends by %[2]s: %[1]d, by %[4]s: %[3]d; MTU of new pods: %[5]d\n", h.Moved, m.To, len(h.Waiting), m.From, h.MTU)
+	if m.To == "wireguard" && h.Mode == "userspace" {
+		fmt.Fprintln(w, "\twireguard runs in user space on this host: a restart of flanneld interrupts packets")
+	}
 	for _, key := range slices.Sorted(maps.Keys(h.Waiting)) {
 		fmt.Fprintf(w, "\t%s: %s\n", key, h.Waiting[key])
 	}

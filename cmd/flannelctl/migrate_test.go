@@ -99,6 +99,19 @@ func TestMigrationState(t *testing.T) {
 	}
 }
 
+// TestMigrationToUserSpace checks that the output says if this host runs wireguard in user space.
+func TestMigrationToUserSpace(t *testing.T) {
+	for mode, want := range map[string]bool{"userspace": true, "kernel": false, "": false} {
+		m := migration{From: "vxlan", To: "wireguard"}
+		m.addHost(status.Report{Network: status.Network{NextBackendType: "wireguard", NextMode: mode}})
+		var text strings.Builder
+		m.print(&text)
+		if strings.Contains(text.String(), "wireguard runs in user space on this host") != want {
+			t.Errorf("mode %q:\n%s", mode, text.String())
+		}
+	}
+}
+
 // TestMigrationEnd checks which hosts delay the end of a migration: those with data for a backend
 // that the configuration does not have any more.
 func TestMigrationEnd(t *testing.T) {

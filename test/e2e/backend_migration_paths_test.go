@@ -86,6 +86,9 @@ func TestBackendMigrationEdited(t *testing.T) {
 			for _, h := range l.Hosts() {
 				eventually(t, h.Name()+" has changed its routes", func() error { return waitsForNoPeer(t, h) })
 			}
+			if mode := statusOf(t, l.Host(2)).Network.NextMode; strings.HasPrefix(tt.next, wg) && mode != "userspace" {
+				t.Errorf("the mode of wireguard is %q", mode)
+			}
 			tr := startTraffic(t, l, 100)
 			late := l.Host(2)
 			signal := func(s syscall.Signal) {

@@ -90,6 +90,7 @@ type Network struct {
 	NextBackendType string `json:"nextBackendType,omitempty"`
 	// NextError says why the next backend does not run on this host. It is empty if it does.
 	NextError string `json:"nextError,omitempty"`
+	NextMode  string `json:"nextMode,omitempty"` // as Mode
 	// Waiting is the number of peers to which the host still sends by the present backend. It is nil if the
 	// network does not migrate, or if the number is not known.
 	Waiting    *int           `json:"waiting,omitempty"`

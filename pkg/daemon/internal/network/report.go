@@ -146,6 +146,7 @@ func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, er
 	if now.Config.Migrates() {
 		r.Network.NextBackendType = now.Config.NextType
 		r.Network.NextError = oneline.Text(in.NotStarted)
+		r.Network.NextMode = in.NextMode
 	}
 
 	r.Interface.Name = now.Interface.Name
