@@ -7,8 +7,8 @@ package ping
 // tries it before all others, because most paths carry a common size. try reports whether a packet of a size
 // passes. If it returns false for more, the search ends with the largest size that has passed so far.
 func Largest(passes, tooBig, first int, try func(size int) (ok, more bool)) int {
-	for size := first; tooBig-passes > 1; size = (passes + tooBig) / 2 {
-		if size <= passes || size >= tooBig {
+	for size := first; tooBig-passes > 1; {
+		if size <= passes || size >= tooBig { // also after each try
 			size = (passes + tooBig) / 2
 		}
 		ok, more := try(size)

@@ -29,7 +29,7 @@ func TestLargest(t *testing.T) {
 		}
 	}
 	n := 0
-	if got := Largest(84, 1450, 576, func(int) (bool, bool) { n++; return n == 1, n < 2 }); got != 576 {
-		t.Errorf("a search that ends after the second try: %d, want 576", got)
+	if got := Largest(84, 1450, 576, func(int) (bool, bool) { n++; return n == 1, n < 2 }); got != 576 || n != 2 {
+		t.Errorf("a search that ends after the second try: %d after %d tries, want 576", got, n)
 	}
 }
