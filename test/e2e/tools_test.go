@@ -22,6 +22,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/report/status"
+	"github.com/flanneld/flanneld/test/blame"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -33,20 +34,16 @@ type toolFault struct {
 	cut   bool // pods do not reach each other
 	// The fault is only one with a tunnel, or only one of IPv4.
 	tunnel, v4 bool
-	// The texts that the commands must print, check --pod that of check. If one is empty, only the exit code counts, and
-	// mesh is not asked. A line about a problem must contain the text, or one of also, and no text of another fault.
+	// The words. If the text of a command is empty, only the exit code counts, and mesh is not asked.
 	doctor, check, status, mesh string
 	also                        []string
 	away                        bool // the daemon cannot be asked
 	noPod                       bool // check --pod is not asked: adding a pod mends the fault, or packets of pods may pass
 }
 
-// text returns the text that a command must print.
-func (f toolFault) text(command string) string {
-	return map[string]string{"doctor": f.doctor, "check": f.check, checkPod: f.check, "status": f.status, "mesh": f.mesh}[command]
+func (f toolFault) words() blame.Words {
+	return blame.Words{Doctor: f.doctor, Check: f.check, Status: f.status, Mesh: f.mesh, Also: f.also}
 }
-
-const checkPod = "check --pod"
 
 // toolFaults is a lab with one backend and one family. The faults are on host a, and its peer is host b.
 type toolFaults struct {
@@ -88,7 +85,7 @@ func TestToolsNameTheFault(t *testing.T) {
 		backend string
 		family  prefix.Family
 		more    string
-	}{{"vxlan", prefix.IPv4, ""}, {"vxlan", prefix.IPv6, "mesh"}, {"host-gw", prefix.IPv4, checkPod}, {"host-gw", prefix.IPv6, ""}} {
+	}{{"vxlan", prefix.IPv4, ""}, {"vxlan", prefix.IPv6, "mesh"}, {"host-gw", prefix.IPv4, blame.CheckPod}, {"host-gw", prefix.IPv6, ""}} {
 		t.Run(in.backend+" "+in.family.String(), func(t *testing.T) {
 			t.Parallel()
 			testToolsNameTheFault(t, in.backend, in.family, in.more)
@@ -122,7 +119,7 @@ func testToolsNameTheFault(t *testing.T, backend string, family prefix.Family, m
 	if more != "" {
 		f.commands = append(f.commands, more)
 	}
-	if more == checkPod {
+	if more == blame.CheckPod {
 		f.addRuntime()
 	}
 	f.expectFine("before all faults", f.commands)
@@ -593,7 +590,7 @@ func (f toolFaults) ping(from, to *lab.Host) error {
 func (f toolFaults) ask(command string) (code int, out string) {
 	f.t.Helper()
 	args := strings.Fields(command)
-	if command == checkPod {
+	if command == blame.CheckPod {
 		args = append(args, "--cni-bin-dir="+ownPlugins, "--cni-conf-dir="+confDir)
 	}
 	out, err := flannelctl(f.t, f.a, args...)
@@ -624,7 +621,7 @@ func (f toolFaults) addRuntime() {
 // commandsAbout returns the commands that are asked about a fault.
 func (f toolFaults) commandsAbout(fault toolFault) []string {
 	return slices.DeleteFunc(slices.Clone(f.commands), func(command string) bool {
-		return command == checkPod && fault.noPod || command == "mesh" && fault.mesh == ""
+		return command == blame.CheckPod && fault.noPod || command == "mesh" && fault.mesh == ""
 	})
 }
 
@@ -656,44 +653,17 @@ func (f toolFaults) expectTool(command string, fault toolFault) {
 		code = 0 // the daemon itself has seen it already
 	}
 
-	text := fault.text(command)
+	text := fault.words().Text(command)
 	if code != want || !strings.Contains(out, text) {
 		f.t.Errorf("flannelctl %s exits with %d, want %d and %q in\n%s", command, code, want, text, out)
 	}
-	permitted := func(line string) bool {
-		return text != "" && strings.Contains(line, text) || slices.ContainsFunc(fault.also, func(s string) bool { return strings.Contains(line, s) })
+	all := map[string]blame.Words{}
+	for _, other := range f.table() {
+		all[other.name] = other.words()
 	}
-	for _, line := range problems(command, out) {
-		if !permitted(line) {
-			f.t.Errorf("flannelctl %s blames something else than %q: %s", command, text, line)
-		}
-		for _, other := range f.table() {
-			if o := other.text(command); o != "" && !strings.Contains(text, o) && !slices.Contains(fault.also, o) && strings.Contains(line, o) {
-				f.t.Errorf("flannelctl %s names the cause of the fault %q: %s", command, other.name, line)
-			}
-		}
+	for _, err := range fault.words().Wrong(command, out, all) {
+		f.t.Error(err)
 	}
-}
-
-// problems returns the lines of an output that call something broken, and of tables only the results.
-func problems(command, out string) (lines []string) {
-	column := map[string]int{"check": 2, checkPod: 3}[command]
-	for line := range strings.Lines(out) {
-		wrong := map[string]bool{
-			"doctor": strings.HasPrefix(line, "PROBLEM"),
-			"status": strings.Contains(line, "(see flannelctl doctor)") || strings.Contains(line, " pods: "),
-			"mesh":   strings.Contains(line, " -> ") || strings.Contains(line, " are cut off: "),
-		}[command]
-		cells := strings.Fields(line)
-		if column > 0 && len(cells) > column && strings.ContainsAny(cells[0], "./") { // a row
-			wrong = cells[column] != "ok" && cells[column] != "unknown"
-			line = cells[column]
-		}
-		if wrong {
-			lines = append(lines, line)
-		}
-	}
-	return lines
 }
 
 // expectNotReady waits until the daemon itself says that pods are cut off.
