@@ -179,6 +179,13 @@ func (c *cluster) expectInOrder() {
 	}
 }
 
+// daemonPod returns the name of flanneld's pod on a node.
+func (c *cluster) daemonPod(n *node) string {
+	c.t.Helper()
+	return c.kubectl("get", "pods", "--namespace=kube-flannel", "--selector=app=flannel", "--field-selector=spec.nodeName="+n.Name(),
+		"--output=jsonpath={.items[0].metadata.name}")
+}
+
 // audit returns the API server's log of the daemons' requests, from the start of the cluster on.
 // It is empty before the first request.
 func (c *cluster) audit() string {

@@ -99,6 +99,7 @@ func TestClusters(t *testing.T) {
 					c.expectHelmTest()
 				}
 				if i == byKubectl && len(c.families) == 1 && c.families[0] == prefix.IPv4 {
+					c.expectFaults() // before new pods of flanneld, because it logs faults as errors
 					c.followTutorial()
 				}
 			}
@@ -228,25 +229,7 @@ func (c *cluster) expectPods() {
 	}
 	c.apply("pods", strings.ReplaceAll(string(text), "$IMAGE", agnhost))
 	c.kubectl("rollout", "status", "daemonset/pods", "--timeout="+patience.String())
-	type pod struct {
-		name  string
-		node  *node
-		addrs []string
-	}
-	var pods []pod
-	eventually(c.t, "pods", func(ctx context.Context) error {
-		out, err := c.try(ctx, "get", "pods", "--selector=app=pods", `--output=jsonpath={range .items[*]}{.metadata.name} {.spec.nodeName} {.status.podIPs[*].ip}{"\n"}{end}`)
-		pods = nil
-		for line := range strings.Lines(out) {
-			if words := strings.Fields(line); len(words) == 2+len(c.families) {
-				pods = append(pods, pod{words[0], c.node(words[1]), words[2:]})
-			}
-		}
-		if err == nil && len(pods) != len(c.nodes) {
-			err = fmt.Errorf("%d pods with addresses on %d nodes: %s", len(pods), len(c.nodes), out)
-		}
-		return err
-	})
+	pods := c.testPods()
 	for _, from := range pods {
 		for _, to := range pods {
 			for _, text := range to.addrs {
@@ -262,6 +245,33 @@ func (c *cluster) expectPods() {
 			c.expectAnswer(from.name, router, "/clientip", from.node.Addr(f).String())
 		}
 	}
+}
+
+// pod is one of those that expectPods starts.
+type pod struct {
+	name  string
+	node  *node
+	addrs []string
+}
+
+// testPods returns the pods of expectPods, one on every node, when all have addresses.
+func (c *cluster) testPods() []pod {
+	c.t.Helper()
+	var pods []pod
+	eventually(c.t, "pods", func(ctx context.Context) error {
+		out, err := c.try(ctx, "get", "pods", "--selector=app=pods", `--output=jsonpath={range .items[*]}{.metadata.name} {.spec.nodeName} {.status.podIPs[*].ip}{"\n"}{end}`)
+		pods = nil
+		for line := range strings.Lines(out) {
+			if words := strings.Fields(line); len(words) == 2+len(c.families) {
+				pods = append(pods, pod{words[0], c.node(words[1]), words[2:]})
+			}
+		}
+		if err == nil && len(pods) != len(c.nodes) {
+			err = fmt.Errorf("%d pods with addresses on %d nodes: %s", len(pods), len(c.nodes), out)
+		}
+		return err
+	})
+	return pods
 }
 
 // expectAnswer sends requests for path from a pod to the server, until the answer contains

@@ -35,7 +35,7 @@ func (c *cluster) expectSysdump(archive string) {
 
 	folder := c.t.TempDir()
 	run("tar", "-xzf", file, "--strip-components=1", "--directory="+folder)
-	pod := c.kubectl("get", "pods", "--namespace=kube-flannel", "--selector=app=flannel", "--field-selector=spec.nodeName="+alive.Name(), "--output=jsonpath={.items[0].metadata.name}")
+	pod := c.daemonPod(alive)
 	host := "hosts/" + alive.Name() + "/"
 	for name, want := range map[string]string{
 		"cluster/daemonsets.json": `"kube-flannel-ds"`, "cluster/configmaps.json": "net-conf.json", "cluster/nodes.json": "flannel.alpha.coreos.com/backend-type",
