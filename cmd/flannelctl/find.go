@@ -86,7 +86,8 @@ func (h host) findStore(kubernetes bool) place {
 		p.looked = append(p.looked, missing...)
 		return p
 	}
-	p.name, p.settings = name, map[string]string{"kube-subnet-mgr": "true"} // package kube finds the rest
+	p.name = name
+	p.settings = map[string]string{"kube-subnet-mgr": "true"} // package kube finds the rest
 	return p
 }
 

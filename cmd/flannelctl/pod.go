@@ -380,11 +380,13 @@ func (c *podCheck) judge(ctx context.Context, answers map[string]reach) error {
 		group.Go(func() error {
 			switch {
 			case l.Half == toGateway && l.Broken != string(paths.MTU) && passed[l.From]:
-				l.Broken, l.Advice = "", "it does not answer, but packets pass through it"
+				l.Broken = ""
+				l.Advice = "it does not answer, but packets pass through it"
 			case l.Half == toGateway:
 				c.blameBridge(l)
 			case ended[l.From] && !l.settled:
-				l.Broken, l.Advice = "", "not known, because packets do not reach the gateway"
+				l.Broken = ""
+				l.Advice = "not known, because packets do not reach the gateway"
 			default:
 				c.blameOutside(ctx, l, answers[l.end.String()])
 			}
@@ -417,7 +419,9 @@ func (c *podCheck) blameOutside(ctx context.Context, l *leg, end reach) {
 	switch {
 	case l.settled, l.Half == toTarget: // only doctor may know the cause
 	case end.OK && l.Broken == string(paths.Tunnel):
-		l.Broken, l.Advice = "", fmt.Sprintf("%s answers, %s does not: no pods have a bridge there yet, or a firewall there drops packets to it", end.To, l.To)
+		l.Broken = ""
+		l.Advice = fmt.Sprintf("%s answers, %s does not: no pods have a bridge there yet, "+
+			"or a firewall there drops packets to it", end.To, l.To)
 		return
 	default:
 		fromHost := outcomeOf(paths.Diagnose(ctx, l.path, pathsOf(c.report)))

@@ -73,9 +73,11 @@ func explain(endpoints []string, waited time.Duration, err error) error {
 	case errors.Is(err, io.EOF):
 		cause = "connection closed"
 	case errors.As(rpctypes.Error(err), &e):
-		code, cause = e.Code(), dialCause(e.Error())
+		code = e.Code()
+		cause = dialCause(e.Error())
 	default:
-		code, cause = status.Code(err), dialCause(status.Convert(err).Message())
+		code = status.Code(err)
+		cause = dialCause(status.Convert(err).Message())
 	}
 
 	kind := "unreachable"

@@ -30,7 +30,8 @@ func (m *Manager) Network(name string, cfg Config) (*Manager, error) {
 	if err := subnet.CheckNetworkName(name); err != nil {
 		return nil, err
 	}
-	cfg.Endpoints, cfg.Prefix = m.cfg.Endpoints, path.Join(m.cfg.Prefix, name)
+	cfg.Endpoints = m.cfg.Endpoints
+	cfg.Prefix = path.Join(m.cfg.Prefix, name)
 	n := newManager(cfg)
 	n.client = m.client
 	n.guest = true
@@ -193,7 +194,8 @@ func (n *NetworkConfigs) clone() NetworkConfigs {
 // apply applies the events after a revision to n, and reports whether there were any. It sets
 // n.Deleted to the networks whose configuration these events have deleted.
 func (n *NetworkConfigs) apply(m *Manager, resp *pb.WatchResponse, after int64) (changed bool) {
-	n.Deleted, n.Revision = nil, max(n.Revision, resp.Header.Revision)
+	n.Deleted = nil
+	n.Revision = max(n.Revision, resp.Header.Revision)
 	for _, ev := range resp.Events {
 		name, ok := m.networkOf(string(ev.Kv.Key))
 		if !ok || ev.Kv.ModRevision <= after {

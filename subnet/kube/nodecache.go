@@ -225,7 +225,8 @@ func (c *nodeCache) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
 		e.cidrs = nil
 		e.cidrsErr = nil
 	default:
-		e.cidrs, e.cidrsErr = []netip.Prefix{}, err // not nil: podCIDRs never change, so the Node is not requested again
+		e.cidrs = []netip.Prefix{} // not nil: podCIDRs never change, so the Node is not requested again
+		e.cidrsErr = err
 	}
 }
 

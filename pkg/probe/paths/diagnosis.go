@@ -91,9 +91,10 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 // filteredText is the advice about an address that answers only TCP.
 const filteredText = "answers TCP but no pings (icmp filtered): the network works, its MTU is not checked"
 
-// forwards reports whether the host of a path gets packets through the network, and this host its answers: it tells of a
-// packet whose hop limit it would use up by forwarding it to a pod. No firewall rule for its own addresses sees the packet,
-// and no pod gets it. tcp selects TCP instead of a ping.
+// forwards reports whether the host of a path receives packets through the network, and this host its answers.
+// It sends packets to the address of a pod, with a hop limit that ends at that host. The host reports that the
+// limit was exceeded. Its firewall rules for its own addresses do not apply to such packets, and no pod gets
+// them. tcp selects TCP instead of a ping.
 func (s sender) forwards(ctx context.Context, p Path, tcp bool) bool {
 	pod := prefix.Last(p.Subnet).Prev() // hardly the address of a pod
 	for range 2 {
@@ -196,9 +197,11 @@ func knock(ctx context.Context, dst netip.Addr, hops int) error {
 	defer cancel()
 	var d net.Dialer
 	if hops != 0 {
-		level, option := unix.IPPROTO_IP, unix.IP_TTL
+		level := unix.IPPROTO_IP
+		option := unix.IP_TTL
 		if dst.Is6() {
-			level, option = unix.IPPROTO_IPV6, unix.IPV6_UNICAST_HOPS
+			level = unix.IPPROTO_IPV6
+			option = unix.IPV6_UNICAST_HOPS
 		}
 		d.Control = func(_, _ string, c syscall.RawConn) (err error) {
 			failed := c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), level, option, hops) })

@@ -153,11 +153,16 @@ func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, er
 	r.Interface.Index = now.Interface.Index
 	r.Interface.MTU = now.Interface.MTU
 	r.Interface.Reason = now.Interface.Reason
-	r.Lease, r.Firewall, r.Kernel.LastSync = statusLease(now.Own), n.firewall(), in.LastSync
-	r.RestartNeeded, r.ConfigRejected = n.config.restartNeeded(), n.config.refusal()
+	r.Lease = statusLease(now.Own)
+	r.Firewall = n.firewall()
+	r.Kernel.LastSync = in.LastSync
+	r.RestartNeeded = n.config.restartNeeded()
+	r.ConfigRejected = n.config.refusal()
 	r.Ready, r.Reasons = n.ready.health.Ready()
 	if s := n.serving.Load(); s != nil {
-		r.Network.MTU, r.Network.Devices, r.Network.Ports = s.mtu, s.be.Scope().Devices, s.be.Describe().AllPorts()
+		r.Network.MTU = s.mtu
+		r.Network.Devices = s.be.Scope().Devices
+		r.Network.Ports = s.be.Describe().AllPorts()
 	}
 	if known {
 		if now.Config.Migrates() {
@@ -171,8 +176,10 @@ func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, er
 		r.Interface.Addresses = append(r.Interface.Addresses, status.Address{Local: a.Local, Public: a.Public})
 	}
 	since, err := n.ready.health.Part(partDatastore)
-	r.Datastore.Since, r.Datastore.Connected = since, !since.IsZero() && err == nil
-	r.Datastore.Error, r.Kernel.Error = oneline.Text(err), oneline.Text(in.Err)
+	r.Datastore.Since = since
+	r.Datastore.Connected = !since.IsZero() && err == nil
+	r.Datastore.Error = oneline.Text(err)
+	r.Kernel.Error = oneline.Text(in.Err)
 	maps.Copy(r.Kernel.Objects, in.Counts)
 	if s := n.serving.Load(); s != nil && s.prober != nil {
 		worst := worstPaths
@@ -229,7 +236,8 @@ func statusPaths(o paths.Outcome) *status.Paths {
 	s := &status.Paths{Results: o.Results, Worst: []status.Path{}}
 	for _, r := range o.Worst {
 		s.Worst = append(s.Worst, status.Path{
-			Peer: r.Peer, Subnet: r.Subnet, PublicIP: r.PublicIP, Outcome: status.OutcomeOf(r.Verdict), OneWay: r.OneWay, Checked: r.Checked, Since: r.Since,
+			Peer: r.Peer, Subnet: r.Subnet, PublicIP: r.PublicIP, Outcome: status.OutcomeOf(r.Verdict),
+			OneWay: r.OneWay, Checked: r.Checked, Since: r.Since,
 		})
 	}
 	return s

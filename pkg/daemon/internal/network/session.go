@@ -146,7 +146,10 @@ func (n *Network) newSyncer(s *session, now lastknown.State, running backend.Net
 
 			switch {
 			case p.News:
-				n.state.Update(func(now *lastknown.State) { now.Peers, now.Fresh = subnet.LedgerState{}, s.syncer.Peers })
+				n.state.Update(func(now *lastknown.State) {
+					now.Peers = subnet.LedgerState{}
+					now.Fresh = s.syncer.Peers
+				})
 			case p.Answered:
 				n.state.Check()
 			}
@@ -281,14 +284,14 @@ type session struct {
 	publisher  backend.Publisher                  // nil if the backend's network does not implement it
 	republish  <-chan struct{}                    // see backend.Publisher; nil never receives
 	behind     bool                               // the backend has announced new data on republish, and it is not published yet
-	rules      wait.Signal                        // sent when the traffic rules may have to change, but the session goes on
+	rules      wait.Signal                        // sent when the traffic rules may have to change, but the session continues
 	prober     *paths.Prober                      // nil without --probe
 	left       atomic.Pointer[backend.Inspection] // last state of the session, when it has ended for the next session; otherwise nil
 	cancel     context.CancelFunc
 	done       chan struct{}
 }
 
-// phase returns the phase at the begin of the session, with the state of that time.
+// phase returns the phase at the start of the session, with the state of that time.
 func (s *session) phase(now lastknown.State) Phase {
 	switch {
 	case now.Recalled:
