@@ -209,8 +209,8 @@ func (l *Ledger) remove(key string) {
 func isSpecified(a netip.Addr) bool { return a.IsValid() && !a.IsUnspecified() }
 
 // Expire removes held peers whose hold is over, and reports whether there were any. It removes
-// none before Apply was called. The end of a grace period needs an answer of the store: as long as
-// that is away again, no node can take its lease again.
+// none before Apply was called. A grace period ends only after an answer of the store: while the
+// store is unreachable, no node can take its lease again.
 func (l *Ledger) Expire(now time.Time) bool {
 	if !l.synced {
 		return false

@@ -149,7 +149,7 @@ func (b *Backend) checkDeviceNames(ctx context.Context) error {
 	}
 	for _, n := range b.env.Config.Networks {
 		k := kinds[n.Family()]
-		// Someone chose the name of such a device on purpose, so it is not replaced.
+		// A device of another kind was given this name on purpose, so it is not replaced.
 		if l, ok := links[k.device]; ok && l.Kind != k.link {
 			return backend.DeviceConflict(l, k.link)
 		}

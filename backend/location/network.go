@@ -71,16 +71,21 @@ func (n *network) start(ctx context.Context, own subnet.Lease) (err error) {
 		log.Info("this host has no location: packets to all peers go by the backend between locations", "backend", between)
 		return nil
 	}
+
 	if own, err = n.ownInside(ctx, own); err == nil {
 		n.running.inside, err = n.inside.Start(ctx, own)
 	}
 	if err != nil {
 		return fmt.Errorf("SameLocation: %w", err)
 	}
+
+	// The backend inside serves no peer that has an identity of this host.
 	if identities, err := n.running.inside.Check(own); err == nil {
 		n.rivals.set(own.Key, candidate{identities: identities})
 	}
-	log.Info("packets to peers at the same location go by another backend", "location", n.env.Location, "backend", n.sides.inside.Type, "others", between)
+
+	log.Info("packets to peers at the same location go by another backend",
+		"location", n.env.Location, "backend", n.sides.inside.Type, "others", between)
 	return nil
 }
 
@@ -112,7 +117,8 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	out.Add(written)
 	n.noteFailed(ctx, written.Refused)
 	if set.All || out.Repaired > 0 {
-		n.filter.Loosen(ctx, n.Scope().Devices, n.env.Underlay.Name, "so that packets are lost while a peer changes its location")
+		n.filter.Loosen(ctx, n.Scope().Devices, n.env.Underlay.Name,
+			"so that packets are lost while a peer changes its location")
 	}
 	return out, oneline.Join(err, failed)
 }

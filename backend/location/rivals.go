@@ -19,7 +19,7 @@ type candidate struct {
 
 // rivals finds hosts with the same identity for the backend inside, such as a VTEP MAC. The backend
 // inside serves none of these hosts, because it could send packets for one to another. The backend
-// between locations goes on to serve them, because it does not use these identities.
+// between locations continues to serve them, because it does not use these identities.
 type rivals struct {
 	candidates map[string]candidate // by key of the lease
 	holders    map[string][]string  // keys by identity

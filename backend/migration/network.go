@@ -35,9 +35,10 @@ type network struct {
 	prober  *prober
 	mtu     int
 
-	before map[netip.Prefix]dataplane.Route // best routes at the start, by destination; they are for the first decision about each peer
-	peers  map[string]*peer                 // by lease key
-	leases [sides]map[string]*subnet.Lease  // of the peers, as each backend uses them
+	// before has the best routes at the start, by destination, for the first decision about each peer.
+	before map[netip.Prefix]dataplane.Route
+	peers  map[string]*peer                // by lease key
+	leases [sides]map[string]*subnet.Lease // of the peers, as each backend uses them
 
 	compared time.Time // when the backends last got a set without changes; see comparePause
 

@@ -102,13 +102,13 @@ type step struct {
 // other removals. since contains the times from which on routes have been of no use, for the next view. again is the
 // time after which one of them may be removed; 0 if there is none.
 //
-// A removal takes the same time for a route whose target has another lease as for one whose target is unknown: managed
-// groups of gce create an instance again under the name of the former one, and so the target of all its former routes
-// runs.
+// A route to a host with another lease is removed no sooner than one to an unknown host: managed groups of gce
+// create an instance again under the name of the former one, so all routes to the former one have a target again.
 func decide(v view) (steps []step, since map[Route]time.Time, again time.Duration) {
 	since = map[Route]time.Time{}
-	left := map[place]int{}
+	left := map[place]int{} // routes that still lack a place after the removals so far
 	maps.Copy(left, v.full)
+
 	var due, gone []step
 	for _, t := range v.tables {
 		for _, r := range t.Routes {

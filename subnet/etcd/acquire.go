@@ -77,7 +77,8 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 		// When all hosts start at once, a list for each try would make the store slower.
 		m.forAcquire.Store(&l)
 	default:
-		m.known.Store(nil) // list all leases at the next try: the last known state may be wrong, or a write may have changed the store
+		// The last known state may be wrong, or a write may have changed the store: list all leases at the next try.
+		m.known.Store(nil)
 	}
 	return err
 }

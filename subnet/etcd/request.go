@@ -119,7 +119,7 @@ func (m *Manager) report(ctx context.Context, activity string, err error) {
 	m.outage.Report(ctx, activity, err)
 }
 
-// calm is the time without a pause after which the pauses begin anew, as after a long watch. It is longer than
+// calm is the time without a pause after which the pauses start again from the shortest, as after a long watch. It is longer than
 // the deadline of any request: the pauses between requests to a store that hangs must grow.
 const calm = time.Minute
 

@@ -225,9 +225,9 @@ func (m *Manager) recognize(ctx context.Context, e entry) {
 	}
 }
 
-// remember makes own, which the store has, this host's lease of the manager, calls OnLease, and forgets
-// the unanswered writes. Then it revokes the etcd leases of the former own lease and of the keys in
-// replaced, unless own or a key in the store uses them.
+// remember records own, which the store has, as this host's lease, calls OnLease, and forgets the
+// unanswered writes. Then it revokes the etcd leases that this host's lease had before and that the keys
+// in replaced had, unless own or a key in the store uses them.
 func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry) {
 	unused := []clientv3.LeaseID{m.own.grant.id}
 	for _, e := range replaced {

@@ -12,7 +12,7 @@ import (
 // its result, which is therefore never older than their call. Runs do not overlap. The zero Batch is
 // usable.
 type Batch[T any] struct {
-	// Rest is the minimum time from the end of a run to the begin of the next one.
+	// Rest is the minimum time from the end of a run to the start of the next one.
 	Rest time.Duration
 
 	mu   sync.Mutex

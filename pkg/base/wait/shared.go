@@ -19,12 +19,15 @@ type Shared struct {
 func (s *Shared) Join(start func(wake func()) (stop func(), err error)) (changed Signal, first bool, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if first = s.stop == nil; first {
+
+	first = s.stop == nil
+	if first {
 		if s.stop, err = start(s.wake); err != nil {
 			return nil, first, err
 		}
 		s.listeners = map[Signal]bool{}
 	}
+
 	changed = NewSignal()
 	s.listeners[changed] = true
 	return changed, first, nil

@@ -157,6 +157,7 @@ func isGlobal(a netip.Addr) bool {
 // index contains for each endpoint that other hosts share how many do.
 type index map[Of]map[netip.AddrPort]int
 
+// counts returns the index of what other hosts share now. It builds the index at the first call after a change.
 func (d *Discovery) counts() index {
 	if d.index != nil {
 		return d.index

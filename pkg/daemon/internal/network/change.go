@@ -37,7 +37,7 @@ type change struct {
 const refusedPause = 30 * time.Second
 
 // awaitChange waits until the network can change to another configuration, and returns that change. Session s
-// goes on meanwhile. A configuration that cannot be used is refused, and tried again later. published is closed when the
+// continues meanwhile. A configuration that cannot be used is refused, and tried again later. published is closed when the
 // store has the lease of s. awaitChange returns ErrLeaseLost, wrapped, if this host has lost its lease, and otherwise the
 // error of ctx.
 func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan struct{}) (*change, error) {

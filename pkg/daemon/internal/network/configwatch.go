@@ -133,6 +133,7 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 	if text != nil {
 		now = w.read(ctx, text)
 	}
+
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	log := klog.FromContext(ctx)
@@ -140,23 +141,24 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 	refused := w.unusable()
 	differed := refused != "" || len(w.differs()) > 0
 	news := now.config != nil && !w.stores(*now.config)
+
 	w.set(func() { w.stored = now })
 	if news {
 		w.failed = failure{}
-		w.changed.Send() // set may not, because the result of differs hides values
+		w.changed.Send() // set does not if differs returns the same text as before: the text hides some values
 	}
 
 	differs := w.differs()
 	switch {
 	case now.unfit == gone && was.unfit != gone:
-		log.Error(nil, "the network configuration cannot be used any more: flanneld goes on with the one that it has, but could not start again", "reason", gone)
+		log.Error(nil, "the network configuration cannot be used any more: "+
+			"flanneld goes on with the one that it has, but could not start again", "reason", gone)
 	case now.unfit != "":
 		w.logRefusal(ctx, refused)
 	case len(differs) == 0:
 		if was.unfit == gone || differed {
 			log.Info("the network configuration is again the one in use")
 		}
-
 	case !news:
 	case w.follow:
 		log.Info("the network configuration has changed", "changes", oneline.List(differs, ", "))
@@ -243,7 +245,8 @@ func (w *configWatch) logRefusal(ctx context.Context, before string) {
 	if now == before {
 		return
 	}
-	klog.FromContext(ctx).Error(nil, "the network configuration cannot be used: flanneld goes on with the one that it has", "reason", now)
+	klog.FromContext(ctx).Error(nil, "the network configuration cannot be used: "+
+		"flanneld goes on with the one that it has", "reason", now)
 	if w.warn != nil {
 		w.warn("FlannelConfigRejected", now)
 	}

@@ -32,8 +32,8 @@ func (n *Network) follow(ctx context.Context, s *session) error {
 }
 
 // followUntilChange is follow for one configuration. It returns the change to another one, or nil if ctx has ended, or
-// with an error. If the external interface changes, it ends the session. It starts another one after each session that has
-// ended, which goes on with the state of the ended one and lasts until ctx ends.
+// with an error. If the external interface changes, it ends the session. After each session that
+// has ended it starts another one, which continues with the state of the ended one and lasts until ctx ends.
 func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, error) {
 	now := n.last()
 	up := &uplink{now: now.Interface, later: make(chan underlay.Interface, 1)}

@@ -235,7 +235,7 @@ func published(prev subnet.Claim, cfg subnet.Config, iface underlay.Interface) [
 // acquire takes this host's lease. It waits for a free subnet like waitForSubnet, and for a cloud that
 // does not answer. If the configuration in the store changes meanwhile, acquire returns
 // ErrConfigChanged, wrapped. It does not wait for a cloud if the last known state has another
-// configuration, because the network can go on with that one.
+// configuration, because the network can continue with that one.
 func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State, prev subnet.Claim, waits bool) (subnet.Lease, error) {
 	log := klog.FromContext(ctx)
 	if outside := s.outsideOf(env.Config); outside != nil {
@@ -323,7 +323,7 @@ func (s *startup) unchanged(ctx context.Context) error {
 }
 
 // waitForSubnet acquires a lease for claim. If no subnet is free, waitForSubnet calls leaveLast and waits
-// for a subnet. But if the network can go on with another configuration and waits is not set, it returns
+// for a subnet. But if the network can continue with another configuration and waits is not set, it returns
 // ErrNoSubnets, wrapped, at once. It returns ErrConfigChanged, wrapped, if the configuration in the store
 // changes while it waits.
 func (s *startup) waitForSubnet(ctx context.Context, cfg subnet.Config, claim subnet.Claim, waits bool) (own subnet.Lease, err error) {

@@ -18,7 +18,11 @@ type spec struct {
 }
 
 func specOf(c firewall.Chain) spec {
-	const srcnat, filter, mangle = 100, 0, 1<<32 - 150
+	const (
+		srcnat = 100
+		filter = 0
+		mangle = 1<<32 - 150 // the kernel reads it as the signed number -150
+	)
 	switch c {
 	case firewall.Postrouting:
 		return spec{"postrtg", "chain to manage traffic masquerading by flannel", "nat", unix.NF_INET_POST_ROUTING, srcnat}

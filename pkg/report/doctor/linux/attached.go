@@ -135,7 +135,7 @@ func (p program) name() string {
 
 	var pinned runtime.Pinner
 	defer pinned.Unpin()
-	info := &struct { // the begin of struct bpf_prog_info
+	info := &struct { // the start of struct bpf_prog_info
 		_    [8]uint64
 		name [16]byte
 	}{}

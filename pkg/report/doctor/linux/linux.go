@@ -100,7 +100,7 @@ func release() string {
 	return unix.ByteSliceToString(u.Release[:])
 }
 
-// dump repeats a dump that changes interrupt.
+// dump calls list until no change in the kernel interrupts it, at most dumpTries times.
 func dump[T any](list func() ([]T, error)) (all []T, err error) {
 	for range dumpTries {
 		if all, err = list(); !errors.Is(err, netlink.ErrDumpInterrupted) {
