@@ -105,8 +105,8 @@ func (b *CloudBackend) Start(ctx context.Context, own subnet.Lease) (Network, er
 	return &cloudNetwork{b, p, b.StartKeeper(own, p.Notifier)}, nil
 }
 
-// StartKeeper starts a goroutine that keeps the routes of the cloud to this host right, until n is closed. The goroutine
-// notifies n when it has a result.
+// StartKeeper starts a goroutine that keeps the routes of the cloud to this host right, until n is closed.
+// The goroutine notifies n when it has a result.
 func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 	self := cloudHost(&own)
 	self.Addresses = append(self.Addresses, b.Env.Locals()...)
@@ -118,8 +118,8 @@ func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 	return r
 }
 
-// RouteKeeper is the part of a network that keeps routes in a cloud right (see StartKeeper). It compares the routes on a goroutine of its own, because a call of the
-// cloud may take long.
+// RouteKeeper is the part of a network that keeps routes in a cloud right (see StartKeeper). It compares the
+// routes on a goroutine of its own, because a call of the cloud may take long.
 type RouteKeeper struct {
 	routes     *cloud.Keeper
 	calls      *cloud.Calls

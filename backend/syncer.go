@@ -289,8 +289,8 @@ func (s *Syncer) mayDiffer(set Set, byKernel []subnet.Refusal, failed bool) map[
 	return keys
 }
 
-// reason says why a lease is not served in all families. It returns "" for one that is, and for a reservation, because no
-// host waits for packets there.
+// reason says why a lease is not served in all families. It returns "" for one that is, and for a
+// reservation, because no host waits for packets there.
 func (s *Syncer) reason(key string) string {
 	if s.unusable[key] == reserved {
 		return ""

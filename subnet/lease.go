@@ -57,8 +57,9 @@ func (l Lease) Endpoint(f prefix.Family) (e Endpoint, ok bool) {
 	return Endpoint{}, false
 }
 
-// Reservation reports whether nothing in the lease tells that a host has taken it: it does not expire, and has neither a type
-// nor data of a backend. The leases of hosts with udp or a cloud have neither, so one that does not expire looks the same.
+// Reservation reports whether nothing in the lease tells that a host has taken it: it does not expire, and
+// has neither a type nor data of a backend. The leases of hosts with udp or a cloud have neither, so one that
+// does not expire looks the same.
 func (l Lease) Reservation() bool {
 	hasData := func(e Endpoint) bool { return e.Data != nil }
 	return l.Permanent && l.BackendType == "" && !slices.ContainsFunc(l.Endpoints, hasData)

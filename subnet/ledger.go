@@ -112,7 +112,9 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	}
 
 	contradicted := l.contradictedBy(s.Leases)
-	contradictedSince := l.contradictedBy(slices.DeleteFunc(slices.Clone(s.Leases), func(lease *Lease) bool { return l.peers[lease.Key].Lease == lease }))
+	contradictedSince := l.contradictedBy(slices.DeleteFunc(slices.Clone(s.Leases), func(lease *Lease) bool {
+		return l.peers[lease.Key].Lease == lease
+	}))
 	for key, peer := range l.peers {
 		if _, current := peers[key]; current {
 			continue
@@ -121,8 +123,8 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 		h, before := l.held[key]
 		if !before && same {
 			h = hold{s.Grace, true}
-		} else if latest := now.Add(TTL); !before || h.grace && !same || h.until.After(latest) { // the clock may have been set back
-			h = hold{latest, h.grace && same}
+		} else if latest := now.Add(TTL); !before || h.grace && !same || h.until.After(latest) {
+			h = hold{latest, h.grace && same} // h.until is after latest if the clock was set back
 		}
 		by := contradicted
 		if h.grace { // the store had the lease beside those that are as before

@@ -45,7 +45,9 @@ type Backend struct {
 }
 
 // New creates the backend of a network with locations. See backend.Locate.
-func New(env backend.Env, same backend.SameLocation, newBetween, newInside backend.Create) (backend.Backend, []string, error) {
+func New(
+	env backend.Env, same backend.SameLocation, newBetween, newInside backend.Create,
+) (backend.Backend, []string, error) {
 	b := &Backend{env: env, digest: digest(same)}
 	half := env
 	half.Part = func(ctx context.Context) *backend.Programmer { return b.kernel.NewPart(ctx, between) }

@@ -68,7 +68,8 @@ func (n *network) start(ctx context.Context, own subnet.Lease) (err error) {
 	log := klog.FromContext(ctx)
 	between := n.sides.between.Type
 	if n.env.Location == "" {
-		log.Info("this host has no location: packets to all peers go by the backend between locations", "backend", between)
+		log.Info("this host has no location: packets to all peers go by the backend between locations",
+			"backend", between)
 		return nil
 	}
 
@@ -187,7 +188,8 @@ func (n *network) choose(ctx context.Context, key string, l *subnet.Lease) {
 
 func (n *network) log(ctx context.Context, key, reason string) {
 	if log, ok := n.limit.Next(klog.FromContext(ctx)); ok {
-		log.Error(nil, "packets to a peer at the same location go by the backend between locations", "lease", key, "backend", n.sides.between.Type, "reason", reason)
+		log.Error(nil, "packets to a peer at the same location go by the backend between locations",
+			"lease", key, "backend", n.sides.between.Type, "reason", reason)
 	}
 }
 

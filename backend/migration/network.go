@@ -65,7 +65,7 @@ const (
 	mostPause  = time.Minute
 )
 
-// Start implements backend.Backend. If the next backend does not start, the network goes on
+// Start implements backend.Backend. If the next backend does not start, the network continues
 // with the present one and tries again later.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	scope := b.Scope()
@@ -552,8 +552,8 @@ func (n *network) Choice(key string) backend.Choice {
 	return backend.Choice{Backend: n.parts[p.side].side.Type, Waiting: n.waiting(key)}
 }
 
-// Report implements backend.Inspector. Mode is that of the present backend, and Dropped has the sums of both. At most one
-// of the two has locations.
+// Report implements backend.Inspector. Mode is that of the present backend, and Dropped has the sums of both.
+// At most one of the two has locations.
 func (n *network) Report() backend.NetworkReport {
 	r := backend.Report(n.running[present])
 	other := backend.Report(n.running[next])

@@ -35,7 +35,7 @@ type network struct {
 
 	leases map[string]*subnet.Lease // of the peers that need the tunnel, as the tunnel uses them
 	peers  map[string]peer          // by lease key
-	logged string                   // kind of the problem of the routes to this host that was logged; empty if there is none
+	logged string                   // kind of the logged problem of the routes to this host; empty if there is none
 }
 
 // peer is another host.
@@ -198,7 +198,8 @@ func (n *network) serve(key string, l *subnet.Lease) (p peer) {
 			continue
 		}
 		if d.Overflow == nil {
-			p.refused = fmt.Sprintf("it publishes no data for %s, and the cloud does not carry the packets: %s", n.side.Type, why)
+			p.refused = fmt.Sprintf("it publishes no data for %s, and the cloud does not carry the packets: %s",
+				n.side.Type, why)
 			continue
 		}
 		p.obstacle = why
@@ -210,7 +211,8 @@ func (n *network) serve(key string, l *subnet.Lease) (p peer) {
 
 	own := n.tunnelled(l, func(e subnet.Endpoint) bool { return slices.Contains(withTunnel, e.Family()) })
 	if _, err := n.tunnel.Check(*own); err != nil {
-		p.refused = fmt.Sprintf("its data for %s cannot be used: %v, and the cloud does not carry the packets: %s", n.side.Type, err, p.obstacle)
+		p.refused = fmt.Sprintf("its data for %s cannot be used: %v, and the cloud does not carry the packets: %s",
+			n.side.Type, err, p.obstacle)
 		return p
 	}
 	n.leases[key] = own

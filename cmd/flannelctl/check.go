@@ -119,7 +119,8 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, failed bool
 	ctx := cmd.Context()
 	verdicts := toCheck(r, only)
 	if len(verdicts) == 0 {
-		return oneline.Join(out.print(cmd.OutOrStdout(), verdicts, func(io.Writer) {}), errors.New("there is no peer to check"))
+		err := out.print(cmd.OutOrStdout(), verdicts, func(io.Writer) {})
+		return oneline.Join(err, errors.New("there is no peer to check"))
 	}
 	facts := linux.Gather(ctx, r)
 	findings := doctor.Examine(facts)
@@ -194,8 +195,8 @@ func toCheck(r status.Report, only []netip.Prefix) []verdict {
 	return verdicts
 }
 
-// diagnose checks paths, and yields their verdicts in the same order. They lack a result for peers that are not served, to which
-// nothing is sent, and if ctx ends.
+// diagnose checks paths, and yields their verdicts in the same order. They lack a result for peers that are
+// not served, to which nothing is sent, and if ctx ends.
 func diagnose(ctx context.Context, r status.Report, verdicts []verdict) iter.Seq[verdict] {
 	ways := pathsOf(r)
 	results := make([]chan verdict, len(verdicts))

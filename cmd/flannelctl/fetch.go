@@ -165,8 +165,8 @@ func fetch(ctx context.Context, client *http.Client, base, network string) (r st
 	return r, nil
 }
 
-// request sends a GET request. Its errors do not have the URL, which only stands for a socket, or is long. Of a socket they
-// have the path and the reason.
+// request sends a GET request. Its errors do not have the URL, which only stands for a socket, or is long. Of
+// a socket they have the path and the reason.
 func request(ctx context.Context, client *http.Client, address string) (*http.Response, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, address, http.NoBody)
 	if err != nil {

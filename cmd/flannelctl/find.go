@@ -60,8 +60,8 @@ var storeSettings = map[string]bool{
 	"kube-subnet-mgr": false, "kube-api-url": false, "kube-annotation-prefix": false, "kubeconfig-file": true, netConfigPath: true,
 }
 
-// findStore looks for the store: in the running daemon, in the settings of the unit and then, if kubernetes is true, where
-// kubectl does.
+// findStore looks for the store: in the running daemon, in the settings of the unit and then, if kubernetes
+// is true, where kubectl does.
 func (h host) findStore(kubernetes bool) place {
 	var p place
 	for _, look := range []func() (place, error){h.fromDaemon, h.fromSettings} {
@@ -196,7 +196,8 @@ func (p place) check(endpoints []string, kubernetes bool) error {
 	switch {
 	case p.denied != nil:
 		looked := strings.Join(append(p.looked, ""), "; ")
-		return fmt.Errorf("the store is not known: %s%w: run flannelctl as root, or name the store with flags", looked, p.denied)
+		return fmt.Errorf("the store is not known: %s%w: run flannelctl as root, or name the store with flags",
+			looked, p.denied)
 	case p.name != "" || len(p.looked) == 0:
 		return nil
 	}

@@ -68,7 +68,8 @@ func (f *meshFlags) check() error {
 	return f.clusterFlags.check()
 }
 
-// ask asks all hosts once. Of many hosts it prints at once which ones do not answer, because each of these takes seconds.
+// ask asks all hosts once. Of many hosts it prints at once which ones do not answer, because each of these
+// takes seconds.
 func (f *meshFlags) ask(ctx context.Context, progress io.Writer) (*mesh.Matrix, error) {
 	c, err := f.find(ctx)
 	if err != nil {

@@ -384,7 +384,10 @@ func (m *migration) addHost(r status.Report) {
 		return
 	}
 
-	m.Host = &hostMigration{MTU: r.Network.MTU, Mode: r.Network.NextMode, Waiting: map[string]string{}, Refused: map[string]string{}}
+	m.Host = &hostMigration{
+		MTU: r.Network.MTU, Mode: r.Network.NextMode,
+		Waiting: map[string]string{}, Refused: map[string]string{},
+	}
 	if l := r.Network.Location; l != nil {
 		m.Host.ClearText = l.ByInside
 	}

@@ -20,7 +20,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
-// output is the output format of a command: table, json, yaml, or one that not all commands have, such as wide and name.
+// output is the output format of a command: table, json, yaml, or one that not all commands have, such as
+// wide and name.
 type output struct {
 	format string
 	forms  []string // the formats that the command offers
@@ -116,8 +117,8 @@ func (t table) row(name string, cells ...any) {
 	fmt.Fprintln(t, strings.TrimRight(strings.Join(shown, gap), " "))
 }
 
-// follow calls look, with pauses, until it returns an empty text or ctx ends. Any other text says what is waited for, and
-// is printed if it is new.
+// follow calls look, with pauses, until it returns an empty text or ctx ends. Any other text says what is
+// waited for, and is printed if it is new.
 func follow(ctx context.Context, w io.Writer, pause time.Duration, look func() string) error {
 	for said := ""; ; {
 		now := look()

@@ -166,7 +166,8 @@ func free(ctx context.Context, address string) error {
 	return ln.Close()
 }
 
-// examineStore returns the network configuration in the store with the UDP ports of its backend, and reports what the user may not do there.
+// examineStore returns the network configuration in the store with the UDP ports of its backend, and reports
+// what the user may not do there.
 func (o storeOptions) examineStore(ctx context.Context, fail func(string, error, string), note func(string, string)) (cfg subnet.Config, ports []int, err error) {
 	var text []byte
 	err = o.read(func(from store) error {

@@ -260,10 +260,12 @@ func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bo
 	}
 }
 
-// printPeers prints a table of the peers, with their kernel objects. Unless all is set, the table contains only those with
-// a problem.
+// printPeers prints a table of the peers, with their kernel objects. Unless all is set, the table contains
+// only those with a problem.
 func printPeers(w io.Writer, out *output, peers []status.Peer, all bool) {
-	peers = slices.DeleteFunc(slices.Clone(peers), func(p status.Peer) bool { return !all && (p.State == status.InPlace || p.State == status.Reserved) })
+	peers = slices.DeleteFunc(slices.Clone(peers), func(p status.Peer) bool {
+		return !all && (p.State == status.InPlace || p.State == status.Reserved)
+	})
 	if len(peers) == 0 {
 		return
 	}

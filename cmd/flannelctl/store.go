@@ -61,10 +61,12 @@ func (s *storeFlags) addKubeTo(cmd *cobra.Command) {
 	s.flags.String("kube-api-url", "", "URL of the API (FLANNELD_KUBE_API_URL)")
 	s.flags.String("kube-annotation-prefix", "", "prefix of the annotations (FLANNELD_KUBE_ANNOTATION_PREFIX)")
 	s.flags.String("context", "", "context of the kubeconfig")
-	_ = cmd.RegisterFlagCompletionFunc("context", func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
+
+	complete := func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
 		path := cmp.Or(s.value("kubeconfig-file"), os.Getenv(options.Variable("kubeconfig-file")))
 		return kube.Contexts(path), cobra.ShellCompDirectiveNoFileComp
-	}) // fails only without the flag
+	}
+	_ = cmd.RegisterFlagCompletionFunc("context", complete) // fails only without the flag
 }
 
 // addTo adds the flags for etcd to a command and all below it.
@@ -121,7 +123,8 @@ func (s *storeFlags) options() (storeOptions, error) {
 
 	const password = "etcd-password"
 	if s.value("etcd-username") != "" && os.Getenv(options.Variable(password)) == "" && found.settings[password] == "" {
-		return found, fmt.Errorf("--etcd-username needs the password in %s: it has no flag, because all users see the flags of a process", options.Variable(password))
+		return found, fmt.Errorf("--etcd-username needs the password in %s: "+
+			"it has no flag, because all users see the flags of a process", options.Variable(password))
 	}
 	var err error
 	if found.Options, err = options.Parse(args, append(found.variables(), os.Environ()...)); err != nil || s.network == "" {

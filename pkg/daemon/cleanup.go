@@ -125,7 +125,8 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 	var owned []ownership.Objects
 	for _, last := range all {
 		for _, f := range last.All() {
-			be, _, err := c.Backends.New(backend.Env{Network: last.Name, Underlay: f.Interface, Config: f.Config, StateDir: c.StateDir})
+			env := backend.Env{Network: last.Name, Underlay: f.Interface, Config: f.Config, StateDir: c.StateDir}
+			be, _, err := c.Backends.New(env)
 			if err == nil { // otherwise this version does not know the backend
 				owned = append(owned, ownership.Of(be))
 			}
@@ -134,7 +135,7 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 
 	told := map[string]bool{} // several configurations may own an object
 	for _, of := range owned {
-		nothing := dataplane.Scope{} // no daemon goes on to use the objects
+		nothing := dataplane.Scope{} // no daemon continues to use the objects
 		ops, err := dataplane.PlanRetire(ctx, kernel, of.Scope, nothing)
 		errs = append(errs, err)
 		for _, op := range ops {

@@ -50,7 +50,8 @@ type member struct {
 	last    *network.Network   // the last one that was served, when that has ended; nil while net is set, and since a removal began
 }
 
-// has reports whether the network has a configuration. The caller of this and of the other methods up to run holds m.mu.
+// has reports whether the network has a configuration. The caller of this and of the other methods up to run
+// holds m.mu.
 func (m *member) has() bool { return m.text != nil || m.promised != nil }
 
 // serves reports whether the network should be served: with the configuration that was admitted, or with its last one.

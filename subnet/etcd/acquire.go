@@ -145,9 +145,9 @@ func (m *Manager) previous(c subnet.Claim) []netip.Prefix {
 	return subnets
 }
 
-// update makes this host's lease publish c, if the manager has a lease with the subnets of c, these fit
-// the pools, the store has that lease as the manager wrote it, and no other write is unanswered.
-// Otherwise done is false, and update changes nothing. It does not list other leases, because after a change of the network
+// update makes this host's lease publish c, if the manager has a lease with the subnets of c, these fit the
+// pools, the store has that lease as the manager wrote it, and no other write is unanswered. Otherwise done
+// is false, and update changes nothing. It does not list other leases, because after a change of the network
 // configuration all hosts call it at once.
 func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) (done bool, err error) {
 	have := m.own.claim.Subnets()

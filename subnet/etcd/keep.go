@@ -27,7 +27,10 @@ var errOwnChanged = errors.New("own key has changed")
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	defer m.outage.Forget(sourceLease)
 	b := m.backoff()
-	restores := wait.Backoff{Least: m.timing.restoreMin, Most: m.timing.restored, Share: 0.5, Forget: 10 * m.timing.restored}
+	restores := wait.Backoff{
+		Least: m.timing.restoreMin, Most: m.timing.restored,
+		Share: 0.5, Forget: 10 * m.timing.restored,
+	}
 	var spare grant // an etcd lease that no key uses yet, for all tries until one succeeds
 	defer func() { m.revoke(ctx, spare) }()
 
@@ -184,10 +187,10 @@ func lost(key string, by entry) error {
 }
 
 // recreate creates this host's key again. It returns errConflict if this host's key exists, or if another
-// client was faster. It deletes what this host has written besides, and leases with this host's address
-// that are older than this host's lease was, or that overlap this host's subnets. It returns subnet.ErrLeaseLost, wrapped, if any other lease or a
-// reservation overlaps this host's subnets. A restored backup can bring such leases back: see
-// plan.outdated.
+// client was faster. It deletes what this host has written besides, and leases with this host's address that
+// are older than this host's lease was, or that overlap this host's subnets. It returns subnet.ErrLeaseLost,
+// wrapped, if any other lease or a reservation overlaps this host's subnets. A restored backup can bring such
+// leases back: see plan.outdated.
 func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant, may *rights) error {
 	l, err := m.list(ctx)
 	if err != nil {

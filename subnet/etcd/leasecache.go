@@ -60,11 +60,17 @@ func (c *leaseCache) update(own *self, changed map[string]*subnet.Lease) subnet.
 		}
 	}
 	c.store.Mark = strconv.FormatInt(c.count(), 10)
-	return subnet.Update{Store: c.store, Changed: changed, Grace: c.grace, Snapshot: func() subnet.Snapshot { return c.snapshot(own) }}
+	return subnet.Update{
+		Store: c.store, Changed: changed, Grace: c.grace,
+		Snapshot: func() subnet.Snapshot { return c.snapshot(own) },
+	}
 }
 
 func (c *leaseCache) snapshot(own *self) subnet.Snapshot {
-	s := subnet.Snapshot{Leases: make([]*subnet.Lease, 0, len(c.entries)), Store: c.store, Another: c.another, Grace: c.grace}
+	s := subnet.Snapshot{
+		Leases: make([]*subnet.Lease, 0, len(c.entries)),
+		Store:  c.store, Another: c.another, Grace: c.grace,
+	}
 	for key, e := range c.entries {
 		switch {
 		case own.has(e):

@@ -119,8 +119,9 @@ func (m *Manager) report(ctx context.Context, activity string, err error) {
 	m.outage.Report(ctx, activity, err)
 }
 
-// calm is the time without a pause after which the pauses start again from the shortest, as after a long watch. It is longer than
-// the deadline of any request: the pauses between requests to a store that hangs must grow.
+// calm is the time without a pause after which the pauses start again from the shortest, as after a long
+// watch. It is longer than the deadline of any request: the pauses between requests to a store that hangs
+// must grow.
 const calm = time.Minute
 
 func (m *Manager) backoff() *wait.Backoff {

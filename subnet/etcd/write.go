@@ -116,10 +116,10 @@ func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) (
 	return found, nil
 }
 
-// refresh makes the key that was found as e equal to own, and own this host's lease of the manager. It
-// keeps the etcd lease of the key alive, or replaces it by spare if it is gone or has another TTL.
-// It writes the key only if its value or its etcd lease changes, if a write is unanswered, or if
-// there are stale keys, which the same transaction deletes. A key without an etcd lease is a reservation and stays one. refresh
+// refresh makes the key that was found as e equal to own, and own this host's lease of the manager. It keeps
+// the etcd lease of the key alive, or replaces it by spare if it is gone or has another TTL. It writes the
+// key only if its value or its etcd lease changes, if a write is unanswered, or if there are stale keys,
+// which the same transaction deletes. A key without an etcd lease is a reservation and stays one. refresh
 // returns errConflict if one of the keys has changed.
 func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []entry, spare *grant) error {
 	own.create = e.createRevision

@@ -69,8 +69,8 @@ func operatorClient(cfg Config) (*client, error) {
 	return newClient(rc, "flannelctl/"+version.Version)
 }
 
-// Find returns the name of the place where the functions in this file find the API server if a Config names none. If there
-// is none, missing says what each place lacks.
+// Find returns the name of the place where the functions in this file find the API server if a Config names
+// none. If there is none, missing says what each place lacks.
 func Find() (name string, missing []string) {
 	if os.Getenv(clientcmd.RecommendedConfigPathEnvVar) != "" {
 		return clientcmd.RecommendedConfigPathEnvVar, nil
@@ -88,8 +88,8 @@ func Find() (name string, missing []string) {
 	return "", append(missing, "this is no pod with a service account")
 }
 
-// Contexts returns the names of the contexts in a kubeconfig, sorted, and none if it cannot be read. If its path is empty,
-// it is the one that Find finds.
+// Contexts returns the names of the contexts in a kubeconfig, sorted, and none if it cannot be read. If its
+// path is empty, it is the one that Find finds.
 func Contexts(path string) []string {
 	config, err := operatorRules(Config{Kubeconfig: path}).Load()
 	if err != nil {

@@ -98,7 +98,8 @@ func (r *eventSender) sendNow(ctx context.Context, uid, reason, message string) 
 	sum := sha256.Sum256([]byte(strings.Join([]string{uid, reason, message}, "\x00")))
 	event := strings.TrimRight(name[:min(len(name), maxEventName)], ".-") + "." + hex.EncodeToString(sum[:8])
 	now := time.Now().UTC().Truncate(time.Second)
-	err := r.client.create(ctx, r.timing.request, request{path: "namespaces/" + eventNamespace + "/events"}, map[string]any{
+	to := request{path: "namespaces/" + eventNamespace + "/events"}
+	err := r.client.create(ctx, r.timing.request, to, map[string]any{
 		"apiVersion": "v1", "kind": "Event",
 		"metadata":       map[string]any{"name": event, "namespace": eventNamespace},
 		"involvedObject": map[string]any{"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid},

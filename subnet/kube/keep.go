@@ -39,7 +39,10 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 
 	k := keeper{Manager: m}
 	b := m.backoff()
-	restores := wait.Backoff{Least: m.timing.restoreMin, Most: m.timing.restored, Share: m.timing.vary, Forget: 10 * m.timing.restored}
+	restores := wait.Backoff{
+		Least: m.timing.restoreMin, Most: m.timing.restored,
+		Share: m.timing.vary, Forget: 10 * m.timing.restored,
+	}
 	for {
 		restored, err := k.round(ctx)
 		if err == nil && restored {
@@ -203,7 +206,8 @@ func (m *Manager) await(ctx context.Context, s *ownNode, changed func(now *ownNo
 		}()
 	}
 
-	err := m.client.watch(ctx, m.decoder, query{name: *m.name.Load(), revision: s.revision}, func() {}, func(e wire.Event) error {
+	q := query{name: *m.name.Load(), revision: s.revision}
+	err := m.client.watch(ctx, m.decoder, q, func() {}, func(e wire.Event) error {
 		switch e.Type {
 		case wire.Bookmark:
 			return nil

@@ -64,7 +64,10 @@ func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
 // file.
 func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 	own := c.entries[c.own]
-	if c.standing != current || c.server != upToDate || own == nil || own.uid == "" || own.version == 0 || own.version > c.store.Revision {
+	if c.standing != current || c.server != upToDate {
+		return
+	}
+	if own == nil || own.uid == "" || own.version == 0 || own.version > c.store.Revision {
 		return
 	}
 

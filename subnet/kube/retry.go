@@ -45,8 +45,9 @@ func (m *Manager) retry(ctx context.Context, f func() error) error {
 	}
 }
 
-// calm is the time without a pause after which the pauses start again from the shortest, as after a long watch. It is longer than
-// the deadline of any request: the pauses between requests to a server that hangs must grow.
+// calm is the time without a pause after which the pauses start again from the shortest, as after a long
+// watch. It is longer than the deadline of any request: the pauses between requests to a server that hangs
+// must grow.
 const calm = time.Minute
 
 func (m *Manager) backoff() *wait.Backoff {

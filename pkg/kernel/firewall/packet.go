@@ -15,8 +15,8 @@ type Packet struct {
 	Port     uint16 // of the destination; 0 if the protocol has no ports
 }
 
-// ToPorts returns a copy of each forwarded TCP packet for each port, because a rule that redirects one port is not about
-// other packets.
+// ToPorts returns a copy of each forwarded TCP packet for each port, because a rule that redirects one port
+// is not about other packets.
 func ToPorts(packets []Packet, ports []Payload) (all []Packet) {
 	for _, p := range packets {
 		for _, to := range ports {

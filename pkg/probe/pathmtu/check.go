@@ -15,7 +15,7 @@ const (
 	// small is the size in bytes of a packet that every path carries.
 	small = 84
 	// common is the size in bytes that a search tries first, because nearly every path carries it. If it
-	// passes, the path gets this size while the search goes on.
+	// passes, the path gets this size while the search continues.
 	common = 1280
 	// firstPatience is the time to wait for an answer if the round trip of the path is not known. A
 	// search waits three round trips, but at least leastPatience.

@@ -116,8 +116,9 @@ func (s sender) forwards(ctx context.Context, p Path, tcp bool) bool {
 	return false
 }
 
-// reach tries small packets to dst, then packets of size bytes, then TCP, and stops at the first that do not pass.
-// The path in the verdict is empty, and so is the advice unless TCP passes and pings do not. err says why Broken is set.
+// reach tries small packets to dst, then packets of size bytes, then TCP, and stops at the first that do not
+// pass. The path in the verdict is empty, and so is the advice unless TCP passes and pings do not. err says
+// why Broken is set.
 func (s sender) reach(ctx context.Context, dst netip.Addr, size int) (v Verdict, err error) {
 	if v.RTT, err = s.echo(ctx, dst, smallPacket); err != nil {
 		// A firewall on the way that rejects pings rejects TCP in the same way, which looks like an answer of dst.
@@ -190,8 +191,8 @@ func answered(err error) error {
 	return err
 }
 
-// knock opens a TCP connection to port 1, with packets that have the given hop limit; 0 means the default. If there is no
-// answer within answerTimeout, it returns an error.
+// knock opens a TCP connection to port 1, with packets that have the given hop limit; 0 means the default. If
+// there is no answer within answerTimeout, it returns an error.
 func knock(ctx context.Context, dst netip.Addr, hops int) error {
 	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
 	defer cancel()

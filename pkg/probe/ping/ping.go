@@ -136,8 +136,8 @@ func (k icmpKind) echo(id uint32, size int, note Note) []byte {
 }
 
 // parse returns the id of the request that the ICMP message b, which has no IP header, answers. b is the
-// reply, or an ICMP error of the host from that quotes the request: then err is ErrTooBig or ErrUnreachable, wrapped, or
-// an ExpiredError. ok is false for other messages.
+// reply, or an ICMP error of the host from that quotes the request: then err is ErrTooBig or ErrUnreachable,
+// wrapped, or an ExpiredError. ok is false for other messages.
 func (k icmpKind) parse(b []byte, from netip.Addr) (id uint32, ok bool, err error) {
 	if len(b) < icmpHeader {
 		return 0, false, nil

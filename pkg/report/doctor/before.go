@@ -65,12 +65,14 @@ func (h Facts) limits(found finder) {
 		var limits []string
 		for _, name := range files {
 			const none = "9223372036854771712" // of version 1: the greatest number of whole pages
-			if text, ok := h.text("sys/fs/cgroup/" + name); ok && text != none && text != "-1" && !strings.HasPrefix(text, "max") {
+			text, ok := h.text("sys/fs/cgroup/" + name)
+			if ok && text != none && text != "-1" && !strings.HasPrefix(text, "max") {
 				limits = append(limits, path.Base(name)+" "+text)
 			}
 		}
 		if len(limits) > 0 {
-			found(note(fmt.Sprintf("cgroup v%d limits system.slice, in which systemd starts flanneld: %s", version, strings.Join(limits, ", ")),
+			found(note(fmt.Sprintf("cgroup v%d limits system.slice, in which systemd starts flanneld: %s",
+				version, strings.Join(limits, ", ")),
 				"systemctl set-property system.slice MemoryMax=infinity CPUQuota=, or compare with sizing.md"))
 		}
 	}

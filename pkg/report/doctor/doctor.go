@@ -90,7 +90,9 @@ func Examine(networks ...Facts) []Finding {
 
 	for _, h := range networks {
 		for _, check := range []func(finder){
-			h.daemon, h.peers, h.sharedAddresses, h.twins, h.forwarding, h.connections, h.ways, h.partly, h.ipsec, h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules, h.next, h.before,
+			h.daemon, h.peers, h.sharedAddresses, h.twins, h.forwarding, h.connections, h.ways, h.partly, h.ipsec,
+			h.bridges, h.bridgeFilter, h.reversePath, h.firewalls, h.blocks, h.dockers, h.udev, h.port, h.modules,
+			h.next, h.before,
 		} {
 			check(found)
 		}
@@ -110,8 +112,8 @@ func Examine(networks ...Facts) []Finding {
 // Part is the part of a network that is not ready while CutOff has findings.
 const Part = "pods"
 
-// CutOff returns the reasons why the kernel does not carry packets of pods, although the objects of flanneld are in place.
-// It is for the daemon, which looks often, and also while it starts.
+// CutOff returns the reasons why the kernel does not carry packets of pods, although the objects of flanneld
+// are in place. It is for the daemon, which looks often, and also while it starts.
 func CutOff(h Facts) (findings []Finding) {
 	if len(h.Ways) == 0 { // there are no pods
 		return nil
@@ -247,7 +249,8 @@ func (h Facts) sharedAddresses(found finder) {
 		fix = "kubectl delete node NODE for those that are gone; Nodes behind one NAT may share an address"
 	}
 	for _, s := range h.Report.SharedPublicIPs {
-		f := note(fmt.Sprintf("the leases %s have the public address %s: all are served, but a host that is gone may have left some of them", oneline.List(s.Leases, ", "), s.PublicIP), fix)
+		f := note(fmt.Sprintf("the leases %s have the public address %s: "+
+			"all are served, but a host that is gone may have left some of them", oneline.List(s.Leases, ", "), s.PublicIP), fix)
 		for _, p := range h.Report.Peers {
 			if slices.Contains(s.Leases, p.Key) {
 				f.Subnets = append(f.Subnets, p.Subnets...)
@@ -270,8 +273,10 @@ const Duplicate = "duplicate"
 // twins finds other hosts with the address of this one. Whether packets reach this host is a matter of chance then.
 func (h Facts) twins(found finder) {
 	for _, t := range h.Twins {
-		found(cut(Duplicate, fmt.Sprintf("another host on %s, with the MAC address %s, has the address %s of this one: packets to this host may go there", t.Dev, t.MAC, t.Addr),
-			"give one of both hosts another address; the table of MAC addresses of the switch, or ip neigh, helps to find the other"))
+		found(cut(Duplicate, fmt.Sprintf("another host on %s, with the MAC address %s, has the address %s of this one: "+
+			"packets to this host may go there", t.Dev, t.MAC, t.Addr),
+			"give one of both hosts another address; "+
+				"the table of MAC addresses of the switch, or ip neigh, helps to find the other"))
 	}
 }
 
@@ -376,8 +381,8 @@ func (h Facts) strict(dev string) bool {
 	return max(all, own) == 1
 }
 
-// trust returns commands with which firewalld accepts packets from pods, on any device, and packets to the backend's UDP
-// ports.
+// trust returns commands with which firewalld accepts packets from pods, on any device, and packets to the
+// backend's UDP ports.
 func (h Facts) trust() string {
 	var trusted []string
 	for _, p := range h.Report.Network.Prefixes {
@@ -392,8 +397,8 @@ func (h Facts) trust() string {
 	return strings.Join(append(trusted, "firewall-cmd --reload"), " && ")
 }
 
-// firewalls checks whether programs run that may drop packets. Their remedies accept packets from pods, on any device, and
-// packets to the backend's UDP ports.
+// firewalls checks whether programs run that may drop packets. Their remedies accept packets from pods, on
+// any device, and packets to the backend's UDP ports.
 func (h Facts) firewalls(found finder) {
 	allowed := []string{"ufw default allow routed"}
 	for _, port := range h.Report.Network.Ports {

@@ -61,7 +61,9 @@ func (h Facts) blocks(found finder) {
 		}
 
 		if b.In != "" && b.Out == "" && b.Protocol == firewall.TCP {
-			found(note(fmt.Sprintf("%s %s TCP packets of other hosts to %s in chain %s of table %s: %s: flannelctl check there cannot tell whether the path works, although pods are reached", program, verbs[1], b.Dst, b.Chain, b.Table, b.Rule), fix))
+			found(note(fmt.Sprintf("%s %s TCP packets of other hosts to %s in chain %s of table %s: %s: "+
+				"flannelctl check there cannot tell whether the path works, although pods are reached",
+				program, verbs[1], b.Dst, b.Chain, b.Table, b.Rule), fix))
 			continue
 		}
 		kind := "packets"

@@ -109,8 +109,8 @@ func (m *Matrix) Held(i int) string { return m.rows[i].held }
 // Problem returns why nothing is known from host i, or an empty string.
 func (m *Matrix) Problem(i int) string { return m.rows[i].problem }
 
-// CutOff returns why pods of host i do not reach others although the paths between hosts work, as the host itself says, or
-// an empty string.
+// CutOff returns why pods of host i do not reach others although the paths between hosts work, as the host
+// itself says, or an empty string.
 func (m *Matrix) CutOff(i int) string { return m.rows[i].cutOff }
 
 // Cell returns what host from knows of the paths to host to. The result is Unknown if host from has not

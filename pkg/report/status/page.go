@@ -233,7 +233,8 @@ func network(r Report) markup {
 		more += tag("<dt>Subnets</dt><dd%s>%s free, %s leased, %s reserved</dd>\n", bad(p.Free == 0), p.Free, p.Leased, p.Reserved)
 	}
 	if l := n.Location; l != nil {
-		more += tag("<dt>Location</dt><dd>%s<br>%s by %s, %s by %s</dd>\n", cmp.Or(l.Name, "none"), counted(l.ByInside, "peer"), l.Inside, l.ByBetween, l.Between)
+		more += tag("<dt>Location</dt><dd>%s<br>%s by %s, %s by %s</dd>\n",
+			cmp.Or(l.Name, "none"), counted(l.ByInside, "peer"), l.Inside, l.ByBetween, l.Between)
 	}
 	if c := n.Cloud; c != nil {
 		more += cloud(r.Now, *c)
@@ -271,7 +272,8 @@ func cloud(now time.Time, c Cloud) markup {
 	})
 	overflow := markup("")
 	if o := c.Overflow; o != nil {
-		overflow = tag("<br>%s by the cloud, %s by %s%s", counted(o.ByCloud, "peer"), o.ByTunnel, o.Tunnel, some(`<br><span class="bad">%s</span>`, o.Problem))
+		overflow = tag("<br>%s by the cloud, %s by %s%s",
+			counted(o.ByCloud, "peer"), o.ByTunnel, o.Tunnel, some(`<br><span class="bad">%s</span>`, o.Problem))
 	}
 
 	return tag("<dt>Cloud</dt><dd>last in order %s%s%s</dd>\n", ago(now, c.LastGood), routes, overflow)

@@ -34,7 +34,7 @@ type Report struct {
 	// configuration, it says so. It is empty if there is no difference, or if the daemon follows changes
 	// without a restart.
 	RestartNeeded string `json:"restartNeeded,omitempty"`
-	// ConfigRejected says why this host goes on with its present configuration, because the one in the
+	// ConfigRejected says why this host continues with its present configuration, because the one in the
 	// store cannot be used. It is empty if the one in the store can be used.
 	ConfigRejected string `json:"configRejected,omitempty"`
 

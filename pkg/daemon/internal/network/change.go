@@ -37,9 +37,9 @@ type change struct {
 const refusedPause = 30 * time.Second
 
 // awaitChange waits until the network can change to another configuration, and returns that change. Session s
-// continues meanwhile. A configuration that cannot be used is refused, and tried again later. published is closed when the
-// store has the lease of s. awaitChange returns ErrLeaseLost, wrapped, if this host has lost its lease, and otherwise the
-// error of ctx.
+// continues meanwhile. A configuration that cannot be used is refused, and tried again later. published is
+// closed when the store has the lease of s. awaitChange returns ErrLeaseLost, wrapped, if this host has lost
+// its lease, and otherwise the error of ctx.
 func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan struct{}) (*change, error) {
 	var withdrawn <-chan struct{} // receives when the time of the stage Withdrawn begins; nil never receives
 	if n.last().Config.Stage == subnet.Withdrawn {
@@ -91,9 +91,9 @@ func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan 
 	return nil, ctx.Err()
 }
 
-// wanted returns the configuration that the network should change to, and a channel that is closed when the result may have
-// changed. cfg is nil if there is no such configuration. step is set if the host may make the next step toward the
-// configuration in the store.
+// wanted returns the configuration that the network should change to, and a channel that is closed when the
+// result may have changed. cfg is nil if there is no such configuration. step is set if the host may make the
+// next step toward the configuration in the store.
 func (n *Network) wanted(step bool) (cfg *subnet.Config, changed <-chan struct{}) {
 	now := n.last()
 	cfg, changed = n.config.next()
@@ -274,8 +274,8 @@ func (n *Network) changed(ctx context.Context, c *change) {
 	log.Info("the network uses the changed configuration", "networks", c.config.Prefixes())
 }
 
-// serveChanged starts a session with the configuration of c. The objects of the new session exist before those that only
-// the last session needed are removed.
+// serveChanged starts a session with the configuration of c. The objects of the new session exist before
+// those that only the last session needed are removed.
 func (n *Network) serveChanged(ctx context.Context, c *change) (*session, error) {
 	now := c.before
 	now.Former = n.leftBehind(c.before, c.be)

@@ -56,8 +56,8 @@ func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, erro
 	return &configWatch{follow: follow, validate: validate, warn: warn}
 }
 
-// set changes used or stored, and wakes those who wait for next. If the network then uses what the store has, there is no
-// reason why it cannot. The caller holds w.mu.
+// set changes used or stored, and wakes those who wait for next. If the network then uses what the store has,
+// there is no reason why it cannot. The caller holds w.mu.
 func (w *configWatch) set(change func()) {
 	before := w.differs()
 	change()
@@ -204,8 +204,9 @@ func (w *configWatch) fail(ctx context.Context, cfg subnet.Config, f failure) {
 	}
 }
 
-// refuseFirst records that the network starts with a former configuration, or with a part of cfg, because it cannot use cfg,
-// which the store had at the start. It has no effect if the store has another configuration by now.
+// refuseFirst records that the network starts with a former configuration, or with a part of cfg, because it
+// cannot use cfg, which the store had at the start. It has no effect if the store has another configuration
+// by now.
 func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why error) {
 	w.mu.Lock()
 	if w.stored == (reading{}) {
@@ -224,7 +225,8 @@ func (w *configWatch) stores(cfg subnet.Config) bool {
 		w.used != nil && len(subnet.Changes(w.used.Toward(*stored), cfg)) == 0)
 }
 
-// hasGivenUp reports whether the last valid configuration in the store, or a step toward it, was tried and did not start.
+// hasGivenUp reports whether the last valid configuration in the store, or a step toward it, was tried and
+// did not start.
 func (w *configWatch) hasGivenUp() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -238,8 +240,8 @@ func (w *configWatch) recordRefusal(why error) {
 	w.set(func() { w.stored = reading{unfit: oneline.Text(why)} })
 }
 
-// logRefusal logs why the configuration in the store cannot be used, and warns operators of it, unless the reason is the one
-// before. The caller holds w.mu.
+// logRefusal logs why the configuration in the store cannot be used, and warns operators of it, unless the
+// reason is the one before. The caller holds w.mu.
 func (w *configWatch) logRefusal(ctx context.Context, before string) {
 	now := w.unusable()
 	if now == before {

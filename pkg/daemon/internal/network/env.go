@@ -183,7 +183,8 @@ func (n *Network) claim(all []Claimed) error {
 	return n.claims(all)
 }
 
-// lockFor locks the devices of be, with which a change is being prepared. The locks last at least until claimOnly is called.
+// lockFor locks the devices of be, with which a change is being prepared. The locks last at least until
+// claimOnly is called.
 func (n *Network) lockFor(be backend.Backend) error {
 	n.claiming.Lock()
 	defer n.claiming.Unlock()

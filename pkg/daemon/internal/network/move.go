@@ -183,8 +183,8 @@ func (n *Network) reconnect(ctx context.Context, from, to underlay.Interface) {
 	klog.FromContext(ctx).Info("the external interface has changed", "name", to.Name, "index", to.Index, "mtu", to.MTU, "addresses", describe(to), "reason", to.Reason)
 }
 
-// serveOn starts a session on interface to. It keeps this host's subnets and backend data, and uses the public addresses of
-// another interface.
+// serveOn starts a session on interface to. It keeps this host's subnets and backend data, and uses the
+// public addresses of another interface.
 func (n *Network) serveOn(ctx context.Context, to underlay.Interface) (*session, error) {
 	now := n.last() // the lease may have been renewed, and Former cleared, since the last session began
 	if now.Recalled && now.Interface.Index == 0 {

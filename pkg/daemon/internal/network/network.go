@@ -4,11 +4,12 @@
 // configuration, interface and lease. It is in memory and on disk, and every session shares it. configWatch is what the
 // store wants, and why the network cannot use that. A change is what the next session needs to bring both together.
 //
-// network.go contains the sequence from the start to the end: startup.go obtains the first change, resume.go serves from
-// the last known state meanwhile, move.go follows the store and the external interface, and change.go obtains later
-// changes. session.go starts the sessions for all of them, and publish.go makes the store have this host's lease. phase.go
-// has the phases of a network, and report.go describes the network to operators. A file refers only to files below it in
-// this order: network, startup, resume, move, change, session, publish and what they use; nothing refers back.
+// network.go contains the sequence from the start to the end: startup.go obtains the first change, resume.go
+// serves from the last known state meanwhile, move.go follows the store and the external interface, and
+// change.go obtains later changes. session.go starts the sessions for all of them, and publish.go makes the
+// store have this host's lease. phase.go has the phases of a network, and report.go describes the network to
+// operators. A file refers only to files below it in this order: network, startup, resume, move, change,
+// session, publish and what they use; nothing refers back.
 package network
 
 import (

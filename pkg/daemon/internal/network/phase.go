@@ -93,7 +93,7 @@ func (p *Progress) Decided(refused, removing bool) {
 	p.set(func() { p.refused, p.removing = refused, removing })
 }
 
-// Stopped records that the Network has ended, although the daemon goes on.
+// Stopped records that the Network has ended, although the daemon continues.
 func (p *Progress) Stopped() { p.set(func() { p.waiting, p.session = "", "" }) }
 
 // waitFor records what the start waits for: one of the first three phases.

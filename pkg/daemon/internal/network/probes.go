@@ -33,8 +33,8 @@ func (n *Network) newProber(s *session, now lastknown.State, running backend.Net
 	return paths.NewProber(c)
 }
 
-// reachable returns the peers that are neither refused nor only reserved, with their paths. ok is false if the lease loop
-// does not answer within statusTimeout.
+// reachable returns the peers that are neither refused nor only reserved, with their paths. ok is false if
+// the lease loop does not answer within statusTimeout.
 func reachable(ctx context.Context, syncer *backend.Syncer) (peers []paths.Peer, ok bool) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()

@@ -19,8 +19,9 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// keepPublished makes the store have this host's lease as it is, at the start of s and whenever the backend has other data
-// for it, until ctx ends. It closes published after the start. It returns ErrLeaseLost, wrapped, like publish.
+// keepPublished makes the store have this host's lease as it is, at the start of s and whenever the backend
+// has other data for it, until ctx ends. It closes published after the start. It returns ErrLeaseLost,
+// wrapped, like publish.
 func (n *Network) keepPublished(ctx context.Context, s *session, published chan<- struct{}) error {
 	var err error
 	if n.last().Stored != nil {
@@ -115,7 +116,7 @@ func (n *Network) write(ctx context.Context, cfg subnet.Config, own subnet.Lease
 // another lease.
 const republishTimeout = 30 * time.Second
 
-// republish writes this host's lease with the data that the backend has by now, while s goes on. If the data
+// republish writes this host's lease with the data that the backend has by now, while s continues. If the data
 // has not changed, it writes nothing. In both cases it tells the backend what the store has. It returns
 // ErrLeaseLost, wrapped, like publish, and an error if the backend wants another next backend.
 func (n *Network) republish(ctx context.Context, s *session) error {

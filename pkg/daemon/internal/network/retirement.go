@@ -72,9 +72,12 @@ func (r *retirement) due(p backend.Pass) {
 	}
 }
 
-// remove removes the objects of former configurations on a host that needs the objects in present. Before that it closes
-// tunnels that a network which has ended has left in this process, so that they carried packets until now.
-func (n *Network) remove(ctx context.Context, o linux.Options, present ownership.Objects, former []ownership.Objects) error {
+// remove removes the objects of former configurations on a host that needs the objects in present. Before
+// that it closes tunnels that a network which has ended has left in this process, so that they carried
+// packets until now.
+func (n *Network) remove(
+	ctx context.Context, o linux.Options, present ownership.Objects, former []ownership.Objects,
+) error {
 	if n.catalog.CloseUnused != nil {
 		if err := n.catalog.CloseUnused(); err != nil {
 			return err

@@ -83,8 +83,8 @@ func (n *Network) guardFirst(ctx context.Context, last firewall.Policy, be backe
 	}
 }
 
-// wantedRules returns rulePolicy with the prefixes of the other networks, and a channel that is closed when these change,
-// or nil.
+// wantedRules returns rulePolicy with the prefixes of the other networks, and a channel that is closed when
+// these change, or nil.
 func (n *Network) wantedRules(be backend.Backend, now lastknown.State) (policy firewall.Policy, changed <-chan struct{}) {
 	policy = n.rulePolicy(be, now)
 	if n.others != nil {

@@ -121,8 +121,8 @@ func (n *Network) startNetwork(ctx context.Context, be backend.Backend, change f
 	return now, running, nil
 }
 
-// newSyncer returns the lease-watch loop of s. As soon as the store has answered, the loop closes compared after a pass,
-// and tells the retirement of each pass without an error.
+// newSyncer returns the lease-watch loop of s. As soon as the store has answered, the loop closes compared
+// after a pass, and tells the retirement of each pass without an error.
 func (n *Network) newSyncer(s *session, now lastknown.State, running backend.Network) *backend.Syncer {
 	compared := sync.OnceFunc(func() { close(s.compared) })
 	config := backend.SyncerConfig{
@@ -284,7 +284,7 @@ type session struct {
 	publisher  backend.Publisher                  // nil if the backend's network does not implement it
 	republish  <-chan struct{}                    // see backend.Publisher; nil never receives
 	behind     bool                               // the backend has announced new data on republish, and it is not published yet
-	rules      wait.Signal                        // sent when the traffic rules may have to change, but the session continues
+	rules      wait.Signal                        // sent when the traffic rules may have to change within the session
 	prober     *paths.Prober                      // nil without --probe
 	left       atomic.Pointer[backend.Inspection] // last state of the session, when it has ended for the next session; otherwise nil
 	cancel     context.CancelFunc

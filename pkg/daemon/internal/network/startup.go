@@ -188,7 +188,7 @@ func (s *startup) awaitInterface(ctx context.Context, cfg subnet.Config, public 
 }
 
 // readConfig waits for a valid network configuration. It returns ErrInvalidConfig, wrapped, if there is
-// an invalid one and the network can go on with the configuration of the last known state.
+// an invalid one and the network can continue with the configuration of the last known state.
 func (s *startup) readConfig(ctx context.Context) (cfg subnet.Config, err error) {
 	err = retry(ctx, "waiting for the network configuration", func() (err error) {
 		cfg, err = s.store.Config(ctx)
@@ -220,8 +220,8 @@ func (s *startup) recall(ctx context.Context, be backend.Backend, env backend.En
 	return prev, nil
 }
 
-// published returns the configuration with which a host has published prev. Only the data of vxlan tells the name of the
-// device, by the key VNI. With two backends peers may still send by both.
+// published returns the configuration with which a host has published prev. Only the data of vxlan tells the
+// name of the device, by the key VNI. With two backends peers may still send by both.
 func published(prev subnet.Claim, cfg subnet.Config, iface underlay.Interface) []lastknown.Former {
 	if prev.BackendType != "vxlan" || prev.NextType != "" {
 		return nil
@@ -236,7 +236,9 @@ func published(prev subnet.Claim, cfg subnet.Config, iface underlay.Interface) [
 // does not answer. If the configuration in the store changes meanwhile, acquire returns
 // ErrConfigChanged, wrapped. It does not wait for a cloud if the last known state has another
 // configuration, because the network can continue with that one.
-func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State, prev subnet.Claim, waits bool) (subnet.Lease, error) {
+func (s *startup) acquire(
+	ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State, prev subnet.Claim, waits bool,
+) (subnet.Lease, error) {
 	log := klog.FromContext(ctx)
 	if outside := s.outsideOf(env.Config); outside != nil {
 		log.Error(outside, "the subnet of the last known state does not fit the network configuration")
@@ -255,7 +257,9 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	var backoff wait.Backoff
 	logged := ""
 	for {
-		own, err := claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, env.Config, c, waits) })
+		own, err := claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) {
+			return s.waitForSubnet(ctx, env.Config, c, waits)
+		})
 		if ctx.Err() != nil || !cloud.Transient(err) || s.differs(env.Config) {
 			return own, err
 		}
@@ -326,7 +330,9 @@ func (s *startup) unchanged(ctx context.Context) error {
 // for a subnet. But if the network can continue with another configuration and waits is not set, it returns
 // ErrNoSubnets, wrapped, at once. It returns ErrConfigChanged, wrapped, if the configuration in the store
 // changes while it waits.
-func (s *startup) waitForSubnet(ctx context.Context, cfg subnet.Config, claim subnet.Claim, waits bool) (own subnet.Lease, err error) {
+func (s *startup) waitForSubnet(
+	ctx context.Context, cfg subnet.Config, claim subnet.Claim, waits bool,
+) (own subnet.Lease, err error) {
 	var left error
 	err = retry(ctx, "waiting for a subnet", func() (err error) {
 		if own, err = s.store.Acquire(ctx, cfg, claim); ctx.Err() != nil {

@@ -12,9 +12,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 )
 
-// Remove removes the objects of a former configuration, except for those in present, which the present configuration needs,
-// for devices that another network or daemon uses now, and for objects on such devices. If there is such a device, all
-// leftovers stay too. Remove keeps the locks of the other devices.
+// Remove removes the objects of a former configuration, except for those in present, which the present
+// configuration needs, for devices that another network or daemon uses now, and for objects on such devices.
+// If there is such a device, all leftovers stay too. Remove keeps the locks of the other devices.
 func Remove(ctx context.Context, kernel dataplane.Kernel, devices *Locks, present, former Objects) error {
 	scope := former.Scope
 	scope.Devices = slices.DeleteFunc(slices.Clone(scope.Devices), func(name string) bool {

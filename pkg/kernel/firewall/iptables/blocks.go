@@ -15,8 +15,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 )
 
-// Blocks returns the rules and policies that drop or redirect one of packets, those of all variants that are installed. It
-// omits rules of Docker, for which there is a function of their own.
+// Blocks returns the rules and policies of all installed variants that drop or redirect one of packets. It
+// omits rules of Docker: the function Docker reads them.
 func Blocks(ctx context.Context, packets []firewall.Packet) (blocks []firewall.Block, err error) {
 	var errs []error
 	for _, f := range families() {
@@ -70,7 +70,9 @@ func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 		last = "INPUT"
 	}
 
-	for _, at := range []struct{ table, hook string }{{"raw", first}, {"mangle", first}, {"nat", first}, {"mangle", last}, {"filter", last}} {
+	for _, at := range []struct{ table, hook string }{
+		{"raw", first}, {"mangle", first}, {"nat", first}, {"mangle", last}, {"filter", last},
+	} {
 		o := d[at.table].follow(at.hook, p, nil)
 		b := firewall.Block{Packet: p, Table: at.table, Chain: o.chain, Rule: strings.TrimSpace(o.rule.spec), Doubtful: o.doubtful}
 		if o.verdict == unknown && policyOf(text, at.table, at.hook) == "DROP" {

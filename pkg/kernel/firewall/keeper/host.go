@@ -48,7 +48,7 @@ func NewHost() *Host {
 
 // Run searches the iptables programs when a Keeper first needs them, and then returns nil.
 // If ctx ends first, Run also returns nil. ctx must not end before the last Keep. The search
-// goes on if the Keep that needs it ends, as that of a session on the last known state does
+// continues if the Keep that needs it ends, as that of a session on the last known state does
 // when the store answers. So the next Keep uses the result and need not search again: on a
 // busy host the programs that a search runs take most of the time of a start.
 func (h *Host) Run(ctx context.Context) error {

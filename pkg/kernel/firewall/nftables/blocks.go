@@ -33,9 +33,10 @@ func Blocks(packets []firewall.Packet) (blocks []firewall.Block, err error) {
 		return nil, err
 	}
 
+	builtin := []string{"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"}
 	ofIPTables := func(t *nftables.Table) bool {
 		return t.Family != nftables.TableFamilyINet && slices.ContainsFunc(chains, func(c *nftables.Chain) bool {
-			return c.Table.Name == t.Name && c.Table.Family == t.Family && slices.Contains([]string{"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"}, c.Name)
+			return c.Table.Name == t.Name && c.Table.Family == t.Family && slices.Contains(builtin, c.Name)
 		})
 	}
 
@@ -59,7 +60,10 @@ func Blocks(packets []firewall.Packet) (blocks []firewall.Block, err error) {
 			if err != nil {
 				return blocks, err
 			}
-			b := firewall.Block{Packet: p, Program: "nft", Table: familyName(base.Table.Family) + " " + base.Table.Name, Chain: o.chain, Rule: o.rule, Redirects: o.redirects, Doubtful: o.doubtful}
+			b := firewall.Block{
+				Packet: p, Program: "nft", Table: familyName(base.Table.Family) + " " + base.Table.Name, Chain: o.chain,
+				Rule: o.rule, Redirects: o.redirects, Doubtful: o.doubtful,
+			}
 			if o.fate == undecided && base.Policy != nil && *base.Policy == nftables.ChainPolicyDrop {
 				b.Chain = base.Name
 				b.Rule = "policy drop"
@@ -163,8 +167,9 @@ func (f follower) passes(c *nftables.Chain) bool {
 	if c.Hooknum == nil || c.Table.Family != own && c.Table.Family != nftables.TableFamilyINet {
 		return false
 	}
-	if c.Type == nftables.ChainTypeNAT && (*c.Hooknum == *nftables.ChainHookPostrouting || *c.Hooknum == *nftables.ChainHookInput) {
-		return false // these change sources
+	changesSources := *c.Hooknum == *nftables.ChainHookPostrouting || *c.Hooknum == *nftables.ChainHookInput
+	if c.Type == nftables.ChainTypeNAT && changesSources {
+		return false
 	}
 
 	hooks := []nftables.ChainHook{*nftables.ChainHookPrerouting, *nftables.ChainHookForward, *nftables.ChainHookPostrouting}
@@ -176,8 +181,8 @@ func (f follower) passes(c *nftables.Chain) bool {
 	return slices.Contains(hooks, *c.Hooknum)
 }
 
-// passesInBridge reports whether c is a base chain of bridges that the packet passes: on its way from a port of a bridge to
-// this host, or from this host to a port.
+// passesInBridge reports whether c is a base chain of bridges that the packet passes: on its way from a port
+// of a bridge to this host, or from this host to a port.
 func (f follower) passesInBridge(c *nftables.Chain) bool {
 	if c.Hooknum == nil || c.Type != nftables.ChainTypeFilter {
 		return false
@@ -243,8 +248,8 @@ func (f follower) follow(c *nftables.Chain, depth int) (o outcome, err error) {
 	return o, nil
 }
 
-// redirected returns the ports whose packets a rule of a base chain redirects. Other chains, of which kube-proxy may have
-// thousands, are not read.
+// redirected returns the ports whose packets a rule of a base chain redirects. Other chains, of which
+// kube-proxy may have thousands, are not read.
 func redirected(c *nftables.Conn, chains []*nftables.Chain) (ports []firewall.Payload, err error) {
 	for _, base := range chains {
 		if base.Hooknum == nil || base.Type != nftables.ChainTypeNAT {
@@ -269,7 +274,8 @@ func redirected(c *nftables.Conn, chains []*nftables.Chain) (ports []firewall.Pa
 				switch {
 				case meta != nil && meta.Key == expr.MetaKeyL4PROTO:
 					to.Protocol = is.Data[0]
-				case payload != nil && payload.Base == expr.PayloadBaseTransportHeader && payload.Offset == destinationPort && len(is.Data) == 2:
+				case payload != nil && payload.Base == expr.PayloadBaseTransportHeader &&
+					payload.Offset == destinationPort && len(is.Data) == 2:
 					to.Port = binary.BigEndian.Uint16(is.Data)
 				}
 			}
@@ -290,8 +296,8 @@ func redirects(e expr.Any) bool {
 	return local || ok && nat.Type == expr.NATTypeDestNAT
 }
 
-// apply returns the verdict of a rule about the packet, or nil. It takes a redirection for a drop. certain is false if it
-// is not known whether the packet meets a condition.
+// apply returns the verdict of a rule about the packet, or nil. It takes a redirection for a drop. certain is
+// false if it is not known whether the packet meets a condition.
 func (f follower) apply(r *nftables.Rule) (v *expr.Verdict, certain bool, err error) {
 	registers := map[uint32][]byte{} // a register that is missing is unknown
 	certain = true

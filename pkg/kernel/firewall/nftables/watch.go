@@ -66,7 +66,7 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 		return oneline.Join(fmt.Errorf("set receive buffer: %w", err), nl.Close())
 	}
 
-	// Reading goes on during the pauses. A program that has written thousands of rules would otherwise
+	// Reading continues during the pauses. A program that has written thousands of rules would otherwise
 	// cause a wake for every few of them, long after it has finished.
 	changed := wait.NewSignal()
 	failed := make(chan error, 1)

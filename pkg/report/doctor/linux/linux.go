@@ -120,8 +120,8 @@ func routes(kind int) ([]netlink.Route, error) {
 	})
 }
 
-// Ranges returns the ranges of addresses that this host reaches through routes of any table or its own addresses, except
-// for default routes, loopback, multicast and link-local addresses.
+// Ranges returns the ranges of addresses that this host reaches through routes of any table or its own
+// addresses, except for default routes, loopback, multicast and link-local addresses.
 func Ranges() ([]doctor.Range, error) {
 	routes, err := routes(unix.RTN_UNICAST)
 	if err != nil {
@@ -178,8 +178,8 @@ func deviceNames() (map[int]string, error) {
 // usualBridge is the bridge that the CNI plugins make if their configuration names none.
 const usualBridge = "cni0"
 
-// bridges returns the bridges that have an address in the network, except for the external interface, and the usual one if
-// it has pods and no address at all.
+// bridges returns the bridges that have an address in the network, except for the external interface, and the
+// usual one if it has pods and no address at all.
 func bridges(r status.Report) ([]doctor.Bridge, error) {
 	links, err := dump(netlink.LinkList)
 	if err != nil {
@@ -381,8 +381,8 @@ func docker(ctx context.Context, r status.Report, bridges []doctor.Bridge) []doc
 	return all
 }
 
-// packets returns the packets that no firewall may drop: those of the backend from and to another host, and those between
-// pods for each pair of devices.
+// packets returns the packets that no firewall may drop: those of the backend from and to another host, and
+// those between pods for each pair of devices.
 func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
 	var all []firewall.Packet
 	for _, own := range r.Interface.Addresses {

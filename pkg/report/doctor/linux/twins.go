@@ -23,8 +23,8 @@ import (
 // holdersTime is the time to wait for the hosts that have an address. Hosts of one segment answer within milliseconds.
 const holdersTime = 200 * time.Millisecond
 
-// ownTwins returns the other hosts that have an IPv4 address of this one. Of IPv6 addresses the kernel itself finds out
-// whether another host has them, and does not use them then.
+// ownTwins returns the other hosts that have an IPv4 address of this one. The kernel itself detects IPv6
+// addresses that another host has, and does not use them.
 func ownTwins(ctx context.Context, r status.Report) (all []doctor.Twin) {
 	for _, a := range r.Interface.Addresses {
 		for _, mac := range holders(ctx, r.Interface.Name, a.Local) {
@@ -44,7 +44,8 @@ func Twins(ctx context.Context, a netip.Addr) string {
 	if len(macs) < 2 {
 		return ""
 	}
-	return fmt.Sprintf("%s answer on %s for %s: two hosts have this address, or one has two interfaces there", strings.Join(macs, " and "), route.Dev, a)
+	return fmt.Sprintf("%s answer on %s for %s: two hosts have this address, or one has two interfaces there",
+		strings.Join(macs, " and "), route.Dev, a)
 }
 
 // arp is a packet of ARP for Ethernet and IPv4.
@@ -58,10 +59,10 @@ type arp struct {
 	TargetIP           [4]byte
 }
 
-// holders returns the MAC addresses of the other hosts that answer for an IPv4 address on the segment of a device. It sends
-// the probe of RFC 5227, which has no address of its sender, so no host learns anything from it. It returns nothing if it
-// cannot ask, as without CAP_NET_RAW, or on a device without ARP. It leaves out default gateways, because switches and
-// clouds have some that answer for all addresses.
+// holders returns the MAC addresses of the other hosts that answer for an IPv4 address on the segment of a
+// device. It sends the probe of RFC 5227, which has no address of its sender, so no host learns anything from
+// it. It returns nothing if it cannot ask, as without CAP_NET_RAW, or on a device without ARP. It leaves out
+// default gateways, because switches and clouds have some that answer for all addresses.
 func holders(ctx context.Context, dev string, a netip.Addr) (macs []string) {
 	link, err := netlink.LinkByName(dev)
 	if err != nil || !a.Is4() || len(link.Attrs().HardwareAddr) != 6 || link.Attrs().Flags&net.FlagBroadcast == 0 {
@@ -79,20 +80,32 @@ func holders(ctx context.Context, dev string, a netip.Addr) (macs []string) {
 		known = append(known, own.Attrs().HardwareAddr.String())
 	}
 
-	protocol := binary.NativeEndian.Uint16(binary.BigEndian.AppendUint16(nil, unix.ETH_P_ARP)) // in the order of the network
+	// The socket wants the protocol in the byte order of the network.
+	protocol := binary.NativeEndian.Uint16(binary.BigEndian.AppendUint16(nil, unix.ETH_P_ARP))
 	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, int(protocol))
 	if err != nil {
 		return nil
 	}
 	socket := os.NewFile(uintptr(fd), "arp")
 	defer socket.Close()
-	everyone := &unix.SockaddrLinklayer{Protocol: protocol, Ifindex: link.Attrs().Index, Halen: 6, Addr: [8]byte{255, 255, 255, 255, 255, 255}}
+
+	everyone := &unix.SockaddrLinklayer{
+		Protocol: protocol, Ifindex: link.Attrs().Index,
+		Halen: 6, Addr: [8]byte{255, 255, 255, 255, 255, 255},
+	}
 	if unix.Bind(fd, everyone) != nil {
 		return nil
 	}
-	probe := arp{Hardware: 1, Protocol: unix.ETH_P_IP, Sizes: [2]uint8{6, 4}, Operation: 1, Sender: [6]byte(link.Attrs().HardwareAddr), TargetIP: a.As4()}
+
+	probe := arp{
+		Hardware: 1, Protocol: unix.ETH_P_IP, Sizes: [2]uint8{6, 4}, Operation: 1,
+		Sender: [6]byte(link.Attrs().HardwareAddr), TargetIP: a.As4(),
+	}
 	packet, err := binary.Append(nil, binary.BigEndian, probe)
-	if err != nil || unix.Sendto(fd, packet, 0, everyone) != nil || socket.SetReadDeadline(time.Now().Add(holdersTime)) != nil {
+	if err != nil || unix.Sendto(fd, packet, 0, everyone) != nil {
+		return nil
+	}
+	if socket.SetReadDeadline(time.Now().Add(holdersTime)) != nil {
 		return nil
 	}
 	stop := context.AfterFunc(ctx, func() { _ = socket.Close() })
@@ -117,7 +130,8 @@ func holders(ctx context.Context, dev string, a netip.Addr) (macs []string) {
 	}
 }
 
-// gateways returns the MAC addresses of the gateways of default routes through a device, as far as the kernel knows them.
+// gateways returns the MAC addresses of the gateways of default routes through a device, as far as the kernel
+// knows them.
 func gateways(device int) (macs []string, err error) {
 	routes, err := routes(unix.RTN_UNICAST)
 	if err != nil {
