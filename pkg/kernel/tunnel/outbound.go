@@ -114,14 +114,11 @@ func (o *outbound) add(b []byte) bool {
 		return o.Counters.drop(OtherFamily)
 
 	case !o.route(h.Dst):
-		o.sendICMPError(packet.Unreachable, b, h, 0)
-		return o.Counters.drop(NoRoute)
-
+		return o.refuse(NoRoute, packet.Unreachable, b, h, 0)
 	case !packet.Forwardable(h.Src): // with route_localnet the kernel forwards loopback sources
 		return o.Counters.drop(WrongSource)
 	case !packet.DecrementTTL(b):
-		o.sendICMPError(packet.TimeExceeded, b, h, 0)
-		return o.Counters.drop(HopsExceeded)
+		return o.refuse(HopsExceeded, packet.TimeExceeded, b, h, 0)
 	}
 
 	to := netip.AddrPortFrom(o.public, s.local.Port())
@@ -273,8 +270,7 @@ func (o *outbound) tooBig(p []byte) {
 
 	switch {
 	case !done:
-		o.Counters.drop(TooBig)
-		o.sendICMPError(packet.TooBig, p, h, mtu)
+		o.refuse(TooBig, packet.TooBig, p, h, mtu)
 	case err == nil:
 		o.Counters.sent.Add(1)
 	default:
@@ -292,6 +288,13 @@ func (o *outbound) sendFragments(p []byte, h packet.Header, mtu int) (done bool,
 		}
 	})
 	return done, err
+}
+
+// refuse drops p and tells its sender. Whoever gets the answer finds p counted already.
+func (o *outbound) refuse(r Reason, e packet.ICMPError, p []byte, h packet.Header, mtu int) (passed bool) {
+	passed = o.Counters.drop(r)
+	o.sendICMPError(e, p, h, mtu)
+	return passed
 }
 
 // sendICMPError writes an ICMP error about p to the device, from which p came.
