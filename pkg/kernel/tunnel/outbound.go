@@ -290,7 +290,8 @@ func (o *outbound) sendFragments(p []byte, h packet.Header, mtu int) (done bool,
 	return done, err
 }
 
-// refuse drops p and tells its sender. Whoever gets the answer finds p counted already.
+// refuse drops p, and then sends an ICMP error about it. The order matters: a program that receives the error
+// and reads the counters must find the drop in them.
 func (o *outbound) refuse(r Reason, e packet.ICMPError, p []byte, h packet.Header, mtu int) (passed bool) {
 	passed = o.Counters.drop(r)
 	o.sendICMPError(e, p, h, mtu)
