@@ -13,6 +13,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
@@ -205,7 +206,11 @@ func diagnose(ctx context.Context, r status.Report, verdicts []verdict) iter.Seq
 	}
 
 	return func(yield func(verdict) bool) {
-		go func() {
+		ctx, stop := context.WithCancel(ctx)
+		var checks sync.WaitGroup
+		defer checks.Wait()
+		defer stop()
+		checks.Go(func() {
 			group := errgroup.Group{}
 			group.SetLimit(checkAtOnce)
 			for i, v := range verdicts {
@@ -217,7 +222,8 @@ func diagnose(ctx context.Context, r status.Report, verdicts []verdict) iter.Seq
 					return nil
 				})
 			}
-		}()
+			_ = group.Wait() // the checks return no errors
+		})
 		for _, result := range results {
 			if !yield(<-result) {
 				return
