@@ -27,7 +27,7 @@ const holdersTime = 200 * time.Millisecond
 // addresses that another host has, and does not use them.
 func ownTwins(ctx context.Context, r status.Report) (all []doctor.Twin) {
 	for _, a := range r.Interface.Addresses {
-		for _, mac := range holders(ctx, r.Interface.Name, a.Local) {
+		for _, mac := range holders(ctx, r.Interface.Name, a.Local, 1) {
 			all = append(all, doctor.Twin{Dev: r.Interface.Name, Addr: a.Local, MAC: mac})
 		}
 	}
@@ -40,8 +40,8 @@ func Twins(ctx context.Context, a netip.Addr) string {
 	if err != nil || route.Err != nil || route.Via.IsValid() {
 		return ""
 	}
-	macs := holders(ctx, route.Dev, a)
-	if len(macs) < 2 {
+	macs := holders(ctx, route.Dev, a, 2)
+	if len(macs) == 0 {
 		return ""
 	}
 	return fmt.Sprintf("%s answer on %s for %s: two hosts have this address, or one has two interfaces there",
@@ -60,26 +60,14 @@ type arp struct {
 }
 
 // holders returns the MAC addresses of the other hosts that answer for an IPv4 address on the segment of a
-// device. It sends the probe of RFC 5227, which has no address of its sender, so no host learns anything from
-// it. It returns nothing if it cannot ask, as without CAP_NET_RAW, or on a device without ARP. It leaves out
-// default gateways, because switches and clouds have some that answer for all addresses.
-func holders(ctx context.Context, dev string, a netip.Addr) (macs []string) {
+// device, or nothing if fewer than least do. It sends the probe of RFC 5227, which has no address of its
+// sender, so no host learns anything from it. It returns nothing if it cannot ask, as without CAP_NET_RAW, or
+// on a device without ARP.
+func holders(ctx context.Context, dev string, a netip.Addr, least int) (macs []string) {
 	link, err := netlink.LinkByName(dev)
 	if err != nil || !a.Is4() || len(link.Attrs().HardwareAddr) != 6 || link.Attrs().Flags&net.FlagBroadcast == 0 {
 		return nil
 	}
-	known, err := gateways(link.Attrs().Index)
-	if err != nil {
-		return nil
-	}
-	links, err := dump(netlink.LinkList)
-	if err != nil {
-		return nil
-	}
-	for _, own := range links {
-		known = append(known, own.Attrs().HardwareAddr.String())
-	}
-
 	// The socket wants the protocol in the byte order of the network.
 	protocol := binary.NativeEndian.Uint16(binary.BigEndian.AppendUint16(nil, unix.ETH_P_ARP))
 	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, int(protocol))
@@ -115,19 +103,44 @@ func holders(ctx context.Context, dev string, a netip.Addr) (macs []string) {
 		answer := make([]byte, 64)
 		n, err := socket.Read(answer)
 		if err != nil {
-			slices.Sort(macs)
-			return macs
+			break
 		}
 		var said arp
 		if _, err := binary.Decode(answer[:n], binary.BigEndian, &said); err != nil || said.SenderIP != a.As4() {
 			continue
 		}
 
-		if mac := net.HardwareAddr(said.Sender[:]).String(); !slices.Contains(known, mac) {
-			known = append(known, mac)
+		if mac := net.HardwareAddr(said.Sender[:]).String(); !slices.Contains(macs, mac) {
 			macs = append(macs, mac)
 		}
 	}
+
+	// Usually only one host answers. To read all routes and links would take longer than everything else here.
+	if len(macs) >= least {
+		macs = ofHosts(macs, link.Attrs().Index)
+	}
+	if len(macs) < least {
+		return nil
+	}
+	slices.Sort(macs)
+	return macs
+}
+
+// ofHosts returns macs without those of this host and of its default gateways through the device: switches and
+// clouds have gateways that answer for all addresses. It returns nothing if it cannot read them.
+func ofHosts(macs []string, device int) []string {
+	known, err := gateways(device)
+	if err != nil {
+		return nil
+	}
+	links, err := dump(netlink.LinkList)
+	if err != nil {
+		return nil
+	}
+	for _, own := range links {
+		known = append(known, own.Attrs().HardwareAddr.String())
+	}
+	return slices.DeleteFunc(macs, func(mac string) bool { return slices.Contains(known, mac) })
 }
 
 // gateways returns the MAC addresses of the gateways of default routes through a device, as far as the kernel
