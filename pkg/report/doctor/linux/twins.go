@@ -115,7 +115,7 @@ func holders(ctx context.Context, dev string, a netip.Addr, least int) (macs []s
 		}
 	}
 
-	// Usually only one host answers. To read all routes and links would take longer than everything else here.
+	// Usually only one host answers. Reading all routes and links takes longer than everything else here.
 	if len(macs) >= least {
 		macs = ofHosts(macs, link.Attrs().Index)
 	}
