@@ -73,14 +73,14 @@ func (a *Arbiter) SetOwn(own Claimant) { a.own = own }
 
 // Reset replaces all claimants and decides about each of them.
 func (a *Arbiter) Reset(all []Claimant) {
-	all = slices.Clone(all)
-	slices.SortFunc(all, func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) })
-
-	// In nearly all clusters no lease contradicts another one. Then it is enough to go through them once.
+	// In nearly all clusters no lease contradicts another one. Then their order has no effect.
 	a.clear(all)
 	if !slices.ContainsFunc(all, func(c Claimant) bool { return !a.admit(c) }) {
 		return
 	}
+
+	all = slices.Clone(all)
+	slices.SortFunc(all, func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) })
 	a.clear(all)
 	a.settle(all)
 }
