@@ -154,6 +154,7 @@ func (f toolFaults) table() []toolFault {
 	foreign := map[prefix.Family][3]string{ // a network, its peer in a VPN, and this host
 		prefix.IPv4: {"10.9.0.0/16", "192.168.77.9", "192.168.77.1"}, prefix.IPv6: {"fd00:9::/48", "fd00:77::9", "fd00:77::1"},
 	}[f.family]
+	forwarding := map[prefix.Family]string{prefix.IPv4: "net/ipv4/ip_forward", prefix.IPv6: "net/ipv6/conf/all/forwarding"}[f.family]
 	nftFamily := map[prefix.Family]string{prefix.IPv4: "ip", prefix.IPv6: "ip6"}[f.family]
 	all := netip.PrefixFrom(f.ownA.Addr(), f.ownA.Bits()/2).Masked().String() // the network and more
 	return []toolFault{
@@ -463,8 +464,22 @@ COMMIT
 		},
 		{
 			name: "host does not forward", cut: true,
-			cause:  sysctlFault(map[prefix.Family]string{prefix.IPv4: "net/ipv4/ip_forward", prefix.IPv6: "net/ipv6/conf/all/forwarding"}[f.family]),
+			cause:  sysctlFault(forwarding),
 			doctor: f.family.String() + " is not forwarded", check: "forwarding", status: f.family.String() + " is not forwarded", noPod: true,
+		},
+		{
+			name: "host does not forward, and would drop", cut: true,
+			cause: func(f toolFaults) func() {
+				forward := sysctlFault(forwarding)(f)
+				accept := iptablesFault(iptables+"-nft", "FORWARD", "-i", "cni0", "-j", "DROP")(f)
+				return func() {
+					accept()
+					forward()
+				}
+			},
+			doctor: iptables + "-nft drops forwarded packets of pods from cni0 to " + f.dev, check: "forwarding",
+			status: iptables + "-nft drops forwarded packets of pods from cni0 to " + f.dev, noPod: true,
+			also: []string{f.family.String() + " is not forwarded"},
 		},
 	}
 }

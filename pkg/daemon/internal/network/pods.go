@@ -24,9 +24,9 @@ const (
 	settlePause = time.Second
 )
 
-// watchPods reports whether rules or settings of other programs keep packets from pods although all objects of flanneld are
-// in place. It looks when a session has started, and after each announcement of such a change. A problem is looked at again
-// until it is gone, because not everything that may end it is announced.
+// watchPods reports whether rules or settings of other programs keep packets from pods although all objects of flanneld
+// are in place. It looks when a session has started, and after each announcement of such a change. A problem is looked at
+// again until it is gone, because not everything that may end it is announced.
 func (n *Network) watchPods(ctx context.Context) {
 	log := klog.FromContext(ctx)
 	changed := wait.NewSignal()
@@ -78,14 +78,11 @@ func (n *Network) watchPods(ctx context.Context) {
 	}
 }
 
-// cutOff returns what keeps packets from pods, or "". known is false if the daemon is too busy to tell. A report of thousands of peers takes memory, so it asks for one only if
-// there are pods.
+// cutOff returns what keeps packets from pods, or "". known is false if the daemon is too busy to tell. A report of
+// thousands of peers takes memory, so it asks for one only if there are pods.
 func (n *Network) cutOff(ctx context.Context) (problem string, known bool) {
 	now, _ := n.state.Get()
-	brief := status.Report{
-		Lease: statusLease(now.Own), Interface: status.Interface{Name: now.Interface.Name}, Network: status.Network{Prefixes: now.Config.Prefixes()},
-	}
-	if !linux.HasPods(brief) {
+	if !linux.HasPods(statusLease(now.Own).Subnets) {
 		return "", true
 	}
 

@@ -219,11 +219,18 @@ func bridges(r status.Report) ([]doctor.Bridge, error) {
 	return found, nil
 }
 
-// HasPods reports whether a bridge has an address in a subnet of this host.
-func HasPods(r status.Report) bool {
-	all, _ := bridges(r)
-	return slices.ContainsFunc(r.Lease.Subnets, func(own netip.Prefix) bool {
-		return slices.ContainsFunc(all, func(b doctor.Bridge) bool { return b.In(own).IsValid() })
+// HasPods reports whether a bridge has an address in a subnet of this host. It does not list the links: a host with a
+// hundred networks has hundreds, and each network asks.
+func HasPods(subnets []netip.Prefix) bool {
+	addrs, err := dump(addresses)
+	return err == nil && slices.ContainsFunc(addrs, func(a netlink.Addr) bool {
+		p, ok := toPrefix(a.IPNet)
+		if !ok || !slices.ContainsFunc(subnets, func(own netip.Prefix) bool { return own.Contains(p.Addr()) }) {
+			return false
+		}
+
+		link, err := netlink.LinkByIndex(a.LinkIndex)
+		return err == nil && link.Type() == "bridge"
 	})
 }
 
@@ -400,7 +407,11 @@ func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
 
 	pods := len(all)
 	for _, w := range ways {
-		if w.Route.Err != nil {
+		route := w.Route
+		if route.Err != nil {
+			route = w.Sent // a rule that drops packets is the next cause as soon as the host forwards them again
+		}
+		if route.Err != nil {
 			continue
 		}
 		own, ok := prefix.OfFamily(r.Lease.Subnets, prefix.FamilyOf(w.Subnet.Addr()))
@@ -409,7 +420,7 @@ func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
 		}
 
 		// These addresses are hardly those of pods, which may have rules of their own. Nothing uses TCP port 1.
-		p := firewall.Packet{In: w.In, Out: w.Route.Dev, Src: prefix.Last(own).Prev(), Dst: prefix.Last(w.Subnet).Prev(), Protocol: firewall.TCP, Port: 1}
+		p := firewall.Packet{In: w.In, Out: route.Dev, Src: prefix.Last(own).Prev(), Dst: prefix.Last(w.Subnet).Prev(), Protocol: firewall.TCP, Port: 1}
 		if w.Back {
 			p.Src, p.Dst = p.Dst, p.Src
 		}
