@@ -34,6 +34,7 @@ const (
 // check checks a path, and sets and reports its size. The caller has already waited for the limit for
 // the first packet.
 func (p *Prober) check(ctx context.Context, s *state) {
+	due := time.Now().Add(interval)
 	p.mu.Lock()
 	key := s.key
 	before := s.size
@@ -55,6 +56,12 @@ func (p *Prober) check(ctx context.Context, s *state) {
 
 	if ctx.Err() == nil && p.set(s, now) && now != before {
 		p.tell(ctx, Change{Key: key, Path: path, Before: before, Now: now})
+	}
+
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !s.gone {
+		p.order.Add(s, due)
 	}
 }
 

@@ -5,9 +5,7 @@
 //
 //   - pathmtu.go creates the Prober, and runs the checks.
 //   - check.go checks one path: it finds a smaller size, or a larger one again.
-//   - prober.go has the paths to all peers, and reports changes of their sizes.
-//   - order.go decides which path is checked next.
-//   - path.go is a path, and what is known of it.
+//   - prober.go has the paths to all peers, what is known of them, and reports changes of their sizes.
 //
 // The package changes nothing: its user asks for the sizes and sets them.
 package pathmtu
@@ -23,11 +21,17 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/base/loglimit"
-	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/probe/ping"
+	"github.com/flanneld/flanneld/pkg/probe/schedule"
 )
 
 const (
+	// Rate is the maximum number of echo requests per second that a host sends to find path MTUs, in all
+	// its networks together.
+	Rate = 10
+	// interval is the least time between two checks of a path. The time is longer if there are more paths
+	// than Rate allows.
+	interval = 2 * time.Second
 	// atOnce limits the number of paths that are checked at the same time.
 	atOnce = 64
 	// searchesAtOnce limits the number of searches at the same time, because checks of other paths need
@@ -44,49 +48,20 @@ func NewProber(c Config) *Prober {
 		c.Before = map[netip.Prefix]int{}
 	}
 	return &Prober{
-		Config: c, added: wait.NewSignal(), reports: loglimit.NewChanges(loglimit.Burst), searches: make(chan struct{}, searchesAtOnce),
+		Config: c, order: schedule.NewQueue[*state](), reports: loglimit.NewChanges(loglimit.Burst), searches: make(chan struct{}, searchesAtOnce),
 		paths: map[netip.Prefix]*state{}, peers: map[string][]Path{}, resized: map[string]struct{}{}, found: map[string]int{},
 	}
 }
 
 // Run checks paths until ctx ends, and returns when all checks have ended.
 func (p *Prober) Run(ctx context.Context) {
-	var checks sync.WaitGroup
-	defer checks.Wait()
 	if p.echo == nil {
 		pinger := ping.NewPinger()
 		defer pinger.Close()
 		p.echo = echoes(pinger)
 	}
 
-	slots := make(chan struct{}, atOnce)
-	for ctx.Err() == nil {
-		s, pause := p.next(time.Now())
-		if s == nil {
-			_ = wait.ForOr(ctx, pause, p.added)
-			continue
-		}
-
-		select {
-		case slots <- struct{}{}:
-		case <-ctx.Done():
-			return
-		}
-		if p.Limit.Wait(ctx) != nil {
-			return
-		}
-
-		checks.Go(func() {
-			defer func() { <-slots }()
-			p.check(ctx, s)
-			p.mu.Lock()
-			defer p.mu.Unlock()
-			if !s.gone {
-				p.order.add(s)
-			}
-			p.added.Send()
-		})
-	}
+	p.order.Run(ctx, schedule.Checks[*state]{AtOnce: atOnce, Permit: p.Limit.Wait, Check: p.check})
 }
 
 // echoes returns the function for Prober.echo.

@@ -396,8 +396,8 @@ func TestAim(t *testing.T) {
 		}
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		if len(p.paths) != 1 || len(p.peers) != 1 || len(p.order) > 1 {
-			t.Errorf("%d paths, %d peers, %d in the queue; want one", len(p.paths), len(p.peers), len(p.order))
+		if len(p.paths) != 1 || len(p.peers) != 1 || p.order.Len() > 1 {
+			t.Errorf("%d paths, %d peers, %d in the queue; want one", len(p.paths), len(p.peers), p.order.Len())
 		}
 	})
 }

@@ -13,8 +13,29 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/base/loglimit"
-	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/probe/schedule"
 )
+
+// Path is the way from this host to one subnet of a peer.
+type Path struct {
+	Subnet   netip.Prefix
+	Device   string     // through which the packets leave
+	From, To netip.Addr // addresses of the requests: of this host, and of the peer's device
+	PublicIP netip.Addr // of the peer
+	Full     int        // MTU of the device in bytes
+	Least    int        // smallest size in bytes that the path may get; not less than the family of the addresses allows
+}
+
+// state is the present knowledge of a path.
+type state struct {
+	key    string
+	path   Path
+	size   int       // of the largest packet that passes, in bytes
+	raised time.Time // time of the last attempt to find a larger size, or of the last change
+	gone   bool
+	// searches limits the searches on the path. It is nil before the first one.
+	searches *rate.Limiter
+}
 
 // Change is a change of the size of a path.
 type Change struct {
@@ -43,7 +64,7 @@ type Prober struct {
 	// echo reports whether a packet is answered within patience. Tests replace it.
 	echo func(ctx context.Context, p Path, size int, patience time.Duration) (rtt time.Duration, ok bool)
 
-	added    wait.Signal
+	order    *schedule.Queue[*state] // paths that were never checked come first
 	reports  *loglimit.Changes
 	searches chan struct{} // has an element for each search that is under way
 
@@ -51,8 +72,7 @@ type Prober struct {
 	paths   map[netip.Prefix]*state
 	peers   map[string][]Path   // by key of the lease
 	resized map[string]struct{} // keys for Take
-	order   queue
-	found   map[string]int // last size that a search has found, by device
+	found   map[string]int      // last size that a search has found, by device
 }
 
 // Aim replaces the paths to the peer with that key, and takes ownership of paths. The caller passes no
@@ -89,7 +109,7 @@ func (p *Prober) Aim(key string, paths []Path) {
 // The caller holds p.mu.
 func (p *Prober) remove(s *state) {
 	s.gone = true
-	p.order.remove(s)
+	p.order.Remove(s)
 	delete(p.paths, s.path.Subnet)
 }
 
@@ -108,8 +128,7 @@ func (p *Prober) add(key string, path Path) {
 	}
 
 	p.paths[path.Subnet] = s
-	p.order.add(s)
-	p.added.Send()
+	p.order.Add(s, time.Time{})
 }
 
 // Retain calls the function is with the key of each peer, and removes the peer if the result is false. The
@@ -150,12 +169,6 @@ func (p *Prober) Take() []string {
 	}
 	clear(p.resized)
 	return keys
-}
-
-func (p *Prober) next(now time.Time) (s *state, pause time.Duration) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.order.next(now)
 }
 
 // set returns false if the path is gone.
