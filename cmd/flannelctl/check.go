@@ -32,10 +32,11 @@ const checkAtOnce = 32
 
 // verdict is the result of a check of one family of one peer.
 type verdict struct {
-	Subnet   netip.Prefix `json:"subnet"`
-	PublicIP netip.Addr   `json:"publicIP"`
-	Peer     string       `json:"peer,omitempty"` // key of its lease
-	status.Outcome
+	paths.Path
+	Peer string `json:"peer,omitempty"` // key of its lease
+	// Verdict has in Broken also causes that were found on this host, such as refused or forwarding. Broken is empty if
+	// the check cannot tell whether a part is broken.
+	paths.Verdict
 
 	unserved bool // nothing is sent
 }
@@ -188,7 +189,7 @@ func toCheck(r status.Report, only []netip.Prefix) []verdict {
 	for _, p := range r.Peers {
 		for i, s := range p.Subnets {
 			if chosen(only, s, p.PublicIPs[i]) {
-				verdicts = append(verdicts, verdict{Subnet: s, PublicIP: p.PublicIPs[i], Peer: p.Key, unserved: !p.State.Served()})
+				verdicts = append(verdicts, verdict{Path: paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, Peer: p.Key, unserved: !p.State.Served()})
 			}
 		}
 	}
@@ -233,29 +234,30 @@ func diagnose(ctx context.Context, r status.Report, verdicts []verdict) iter.Seq
 }
 
 // diagnosed returns the verdict with its result.
-func (v verdict) diagnosed(ctx context.Context, ways paths.Network, found *status.Paths) verdict {
-	v.Outcome = outcomeOf(paths.Diagnose(ctx, paths.Path{Subnet: v.Subnet, PublicIP: v.PublicIP}, ways))
+func (v verdict) diagnosed(ctx context.Context, ways paths.Network, found *paths.Outcome) verdict {
+	v.Verdict = certain(paths.Diagnose(ctx, v.Path, ways))
 	v = v.directed(found)
-	if v.Broken == string(paths.Underlay) {
+	if v.Broken == paths.Underlay {
 		v.Advice = cmp.Or(linux.Neighbour(v.PublicIP), v.Advice)
 	}
-	if !v.OK && v.Broken != string(paths.MTU) && v.Broken != string(paths.Checksum) {
+	if !v.OK && v.Broken != paths.MTU && v.Broken != paths.Checksum {
 		v.Advice = cmp.Or(linux.Twins(ctx, v.PublicIP), v.Advice)
 	}
 	return v
 }
 
 // silent reports whether the host of a peer answers, and its end of the network does not.
-func (v verdict) silent() bool { return v.Broken != "" && v.Broken != string(paths.Underlay) }
+func (v verdict) silent() bool { return v.Broken != "" && v.Broken != paths.Underlay }
 
 // directed returns the verdict with the direction that the daemon has found, if the path is broken.
-func (v verdict) directed(found *status.Paths) verdict {
+func (v verdict) directed(found *paths.Outcome) verdict {
 	if v.OK || found == nil {
 		return v
 	}
 	for _, p := range found.Worst {
 		if p.OneWay && p.Subnet == v.Subnet {
-			v.Advice = status.Path{Subnet: p.Subnet, OneWay: true, Outcome: v.Outcome}.Text()
+			p.Verdict = v.Verdict
+			v.Advice = p.Text()
 		}
 	}
 	return v
@@ -265,11 +267,11 @@ func (v verdict) directed(found *status.Paths) verdict {
 // cause. A peer whose host is not reached at all keeps its verdict, unless the address of this host is the cause.
 func (v verdict) because(findings []doctor.Finding) verdict {
 	for _, f := range findings {
-		if v.Broken == string(paths.Underlay) && f.Word != doctor.Duplicate {
+		if v.Broken == paths.Underlay && f.Word != doctor.Duplicate {
 			continue
 		}
 		if f.Concerns(v.Subnet) {
-			v.Outcome = status.Outcome{Broken: f.Word, Advice: f.Problem + "; fix: " + f.Fix}
+			v.Verdict = paths.Verdict{Broken: paths.Part(f.Word), Advice: f.Problem + "; fix: " + f.Fix}
 			return v
 		}
 		if f.Word == "" && !v.OK && slices.Contains(f.Subnets, v.Subnet) {
@@ -296,15 +298,13 @@ func pathsOf(r status.Report) paths.Network {
 	}
 }
 
-// outcomeOf returns an outcome in which Broken may also be a cause that was found on this host, such as refused or
-// forwarding. It is empty if the check cannot tell whether a part is broken.
-func outcomeOf(v paths.Verdict) status.Outcome {
-	o := status.OutcomeOf(v)
+// certain returns v with only what is known for certain.
+func certain(v paths.Verdict) paths.Verdict {
 	if v.Broken == paths.Unknown {
-		o.Broken = ""
+		v.Broken = ""
 	}
 	if !v.OK {
-		o.RTT = 0
+		v.RTT = 0
 	}
-	return o
+	return v
 }

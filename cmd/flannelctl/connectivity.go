@@ -18,8 +18,8 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/wait"
+	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/mesh"
-	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 
@@ -214,7 +214,7 @@ func (c *connectivity) add(i int, results []reach, services []string) {
 	}
 
 	node := c.matrix.Hosts[i].Key
-	var list []status.Path
+	var list []paths.Result
 	for _, r := range results {
 		owner := owners[r.To]
 		switch {
@@ -223,7 +223,7 @@ func (c *connectivity) add(i int, results []reach, services []string) {
 		case owner == "" || owner == node:
 			c.near = append(c.near, nodeReach{node, r})
 		default:
-			list = append(list, status.Path{Peer: owner, Outcome: r.Outcome})
+			list = append(list, paths.Result{Peer: owner, Verdict: r.Verdict})
 		}
 	}
 

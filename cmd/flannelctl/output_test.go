@@ -18,6 +18,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/spf13/cobra"
 
+	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -106,8 +107,8 @@ func TestFormsOfStatus(t *testing.T) {
 		return status.Peer{Lease: l, State: s, Changed: at, Objects: []status.Object{{Text: "route", Present: s != status.Missing}}}
 	}
 	peers := []status.Peer{peer("a", "10.5.1.0/24", status.InPlace), peer("b", "10.5.2.0/24", status.Missing)}
-	paths := &status.Paths{Results: map[string]int{"ok": 1, "mtu": 1}, Worst: []status.Path{
-		{Peer: "b", Subnet: peers[1].Subnets[0], PublicIP: peers[1].PublicIPs[0], Since: at, Checked: at, Outcome: status.Outcome{Broken: "mtu", Largest: 1400, Advice: "look"}},
+	found := &paths.Outcome{Results: map[string]int{"ok": 1, "mtu": 1}, Worst: []paths.Result{
+		{Peer: "b", Path: paths.Path{Subnet: peers[1].Subnets[0], PublicIP: peers[1].PublicIPs[0]}, Since: at, Checked: at, Verdict: paths.Verdict{Broken: "mtu", Largest: 1400, Advice: "look"}},
 	}}
 	networks := []status.NetworkSummary{{Name: "red", Phase: "serving"}, {Name: "blue", Phase: "refused"}}
 	several := status.Report{Reasons: []string{"blue: refused"}, Networks: networks}
@@ -116,20 +117,20 @@ func TestFormsOfStatus(t *testing.T) {
 		report status.Report
 		want   []string // the last lines
 	}{
-		{"", status.Report{Ready: true, Peers: peers, Paths: paths}, []string{
+		{"", status.Report{Ready: true, Peers: peers, Paths: found}, []string{
 			"", "PATH TO PUBLIC IP RESULT RTT ADVICE", "10.5.2.0/24 192.0.2.1 mtu - look",
 			"", "SUBNET PUBLIC IP TYPE STATE ERROR", "10.5.2.0/24 192.0.2.1 vxlan missing", "route MISSING",
 		}},
-		{"-o wide --peers", status.Report{Ready: true, Peers: peers, Paths: paths}, []string{
+		{"-o wide --peers", status.Report{Ready: true, Peers: peers, Paths: found}, []string{
 			"", "PATH TO PUBLIC IP RESULT RTT KEY LARGEST SINCE CHECKED ADVICE", "10.5.2.0/24 192.0.2.1 mtu - b 1400 2026-11-30T08:00:00Z 2026-11-30T08:00:00Z look",
 			"", "SUBNET PUBLIC IP TYPE STATE KEY BACKEND CHANGED ERROR", "10.5.1.0/24 192.0.2.1 vxlan in place a - 2026-11-30T08:00:00Z", "route",
 			"10.5.2.0/24 192.0.2.1 vxlan missing b - 2026-11-30T08:00:00Z", "route MISSING",
 		}},
-		{"-o name", status.Report{Ready: true, Peers: peers, Paths: paths}, []string{"b"}},
+		{"-o name", status.Report{Ready: true, Peers: peers, Paths: found}, []string{"b"}},
 		{"-o name", status.Report{Peers: []status.Peer{peers[1], peer("c", "10.5.3.0/24", status.Reserved)}}, []string{"b"}},
-		{"-o name --peers", status.Report{Ready: true, Peers: peers, Paths: paths}, []string{"a", "b"}},
+		{"-o name --peers", status.Report{Ready: true, Peers: peers, Paths: found}, []string{"a", "b"}},
 		{"-o name", several, []string{"red", "blue"}},
-		{"--brief", status.Report{Ready: true, Peers: peers, Paths: paths}, []string{"ready; peers: 1 in place, 1 missing; paths: 1 mtu, 1 ok"}},
+		{"--brief", status.Report{Ready: true, Peers: peers, Paths: found}, []string{"ready; peers: 1 in place, 1 missing; paths: 1 mtu, 1 ok"}},
 		{"--brief", status.Report{Reasons: []string{"no answer", "no rules"}}, []string{"not ready: no answer; no rules; peers: none"}},
 		{"--brief", several, []string{"not ready: blue: refused; networks: 1 refused, 1 serving"}},
 	} {

@@ -161,7 +161,7 @@ func load(path string) (*libcni.NetworkConfigList, error) {
 	if err != nil {
 		return nil, err
 	}
-	return libcni.NetworkConfFromBytes(fmt.Appendf(nil, `{"name":%q,"cniVersion":%q,"plugins":[%s]}`, one.Network.Name, one.Network.CNIVersion, text))
+	return libcni.ConfListFromConf(one)
 }
 
 // serves reports whether a plugin is flannel's and reads the file with one of these subnets.
@@ -250,6 +250,11 @@ type leg struct {
 	settled bool         // nothing is sent
 }
 
+// verdict returns the result of a leg to a peer.
+func (l leg) verdict() verdict {
+	return verdict{Path: paths.Path{Subnet: l.subnet}, Verdict: l.Verdict}
+}
+
 // podCheck is a check from a pod.
 type podCheck struct {
 	report   status.Report
@@ -313,7 +318,7 @@ func (c *podCheck) plan(attached map[prefix.Family]attachment, only []netip.Pref
 		l := leg{From: a.own, Half: toGateway, reach: reach{To: a.gateway.String()}}
 		if !ok || !s.Contains(a.own) {
 			l.settled = true
-			l.reach = reach{s.String(), status.Outcome{Broken: "address", Advice: fmt.Sprintf("the CNI configuration gives a pod no address of %s", s)}}
+			l.reach = reach{s.String(), paths.Verdict{Broken: "address", Advice: fmt.Sprintf("the CNI configuration gives a pod no address of %s", s)}}
 		}
 		c.legs = append(c.legs, l)
 	}
@@ -363,7 +368,7 @@ func (c *podCheck) judge(ctx context.Context, answers map[string]reach) error {
 	}
 	ended := map[netip.Addr]bool{} // no packet reaches the gateway
 	for _, l := range c.legs {
-		if l.Half == toGateway && !l.OK && l.Broken != string(paths.MTU) && !passed[l.From] {
+		if l.Half == toGateway && !l.OK && l.Broken != paths.MTU && !passed[l.From] {
 			ended[l.From] = true
 		}
 	}
@@ -371,7 +376,7 @@ func (c *podCheck) judge(ctx context.Context, answers map[string]reach) error {
 	for i := range c.legs {
 		l := &c.legs[i]
 		if l.OK && l.Half == outside { // packets in the other direction may be lost
-			l.Outcome = verdict{Subnet: l.subnet, Outcome: l.Outcome}.because(c.findings).Outcome
+			l.Verdict = l.verdict().because(c.findings).Verdict
 			continue
 		}
 		if l.OK || l.Broken == "address" {
@@ -379,7 +384,7 @@ func (c *podCheck) judge(ctx context.Context, answers map[string]reach) error {
 		}
 		group.Go(func() error {
 			switch {
-			case l.Half == toGateway && l.Broken != string(paths.MTU) && passed[l.From]:
+			case l.Half == toGateway && l.Broken != paths.MTU && passed[l.From]:
 				l.Broken = ""
 				l.Advice = "it does not answer, but packets pass through it"
 			case l.Half == toGateway:
@@ -402,9 +407,9 @@ func (c *podCheck) blameBridge(l *leg) {
 		about := len(f.Subnets) == 0 || slices.ContainsFunc(f.Subnets, func(s netip.Prefix) bool {
 			return prefix.FamilyOf(s.Addr()) == prefix.FamilyOf(l.From)
 		})
-		large := l.Broken == string(paths.MTU)
+		large := l.Broken == paths.MTU
 		if about && (f.Word == "mtu") == large && slices.Contains([]string{"bridge", "mtu", "firewall", "rule", "rp_filter", "ipsec"}, f.Word) {
-			l.Broken = f.Word
+			l.Broken = paths.Part(f.Word)
 			l.Advice = f.Problem + "; fix: " + f.Fix
 			return
 		}
@@ -415,18 +420,18 @@ func (c *podCheck) blameBridge(l *leg) {
 // blameOutside names the cause why packets pass the gateway and not the rest of the way. end is the answer of the
 // peer's address in the network, if it has one besides the bridge.
 func (c *podCheck) blameOutside(ctx context.Context, l *leg, end reach) {
-	v := verdict{Subnet: l.subnet, Outcome: l.Outcome}
+	v := l.verdict()
 	switch {
 	case l.settled, l.Half == toTarget: // only doctor may know the cause
-	case end.OK && l.Broken == string(paths.Tunnel):
+	case end.OK && l.Broken == paths.Tunnel:
 		l.Broken = ""
 		l.Advice = fmt.Sprintf("%s answers, %s does not: no pods have a bridge there yet, "+
 			"or a firewall there drops packets to it", end.To, l.To)
 		return
 	default:
-		fromHost := outcomeOf(paths.Diagnose(ctx, l.path, pathsOf(c.report)))
+		fromHost := certain(paths.Diagnose(ctx, l.path, pathsOf(c.report)))
 		if !fromHost.OK {
-			v.Outcome = fromHost
+			v.Verdict = fromHost
 			break
 		}
 		v.Advice = "packets of this host pass, those of pods do not: a firewall, rule or route here or there takes them: run flannelctl doctor there (" + l.Advice + ")"
@@ -435,7 +440,7 @@ func (c *podCheck) blameOutside(ctx context.Context, l *leg, end reach) {
 	if l.subnet.IsValid() {
 		v = v.because(c.findings)
 	}
-	l.Outcome = v.Outcome
+	l.Verdict = v.Verdict
 }
 
 // print shows the legs, and returns an error that names the half of the way that is broken, if one is.

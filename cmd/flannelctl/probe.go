@@ -18,13 +18,12 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/probe/ping"
-	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // reach is what passes from a pod to a target.
 type reach struct {
 	To string `json:"to"`
-	status.Outcome
+	paths.Verdict
 }
 
 // newProbeCommand returns the program of the pods of check --pod and of connectivity test.
@@ -134,7 +133,7 @@ func probe(cmd *cobra.Command, targets []paths.Target) ([]reach, error) {
 	group.SetLimit(checkAtOnce)
 	for i, t := range targets {
 		group.Go(func() error {
-			results[i] = reach{t.String(), outcomeOf(paths.Reach(ctx, pinger, t, eth0.MTU))}
+			results[i] = reach{t.String(), certain(paths.Reach(ctx, pinger, t, eth0.MTU))}
 			return ctx.Err()
 		})
 	}

@@ -17,6 +17,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/doctor"
 	"github.com/flanneld/flanneld/pkg/report/status"
 )
@@ -330,8 +331,8 @@ func printNarrow(row func(string, ...any), peers []status.Peer) {
 
 // printPaths prints a table of the paths in the report, which are the worst ones. Unless all is set, the table contains
 // only those that do not work.
-func printPaths(w io.Writer, out *output, worst []status.Path, all bool) {
-	worst = slices.DeleteFunc(slices.Clone(worst), func(p status.Path) bool { return !all && p.OK })
+func printPaths(w io.Writer, out *output, worst []paths.Result, all bool) {
+	worst = slices.DeleteFunc(slices.Clone(worst), func(p paths.Result) bool { return !all && p.OK })
 	if len(worst) == 0 {
 		return
 	}

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/test/lab"
 )
@@ -42,9 +43,9 @@ func testProbes(t *testing.T, fault pathFault) {
 	expectConverged(t, l)
 	a, b := l.Host(1), l.Host(2)
 	subnet := statusOf(t, b).Lease.Subnets[0]
-	expectPaths := func(when string, ok, broken int) status.Paths {
+	expectPaths := func(when string, ok, broken int) paths.Outcome {
 		t.Helper()
-		var p status.Paths
+		var p paths.Outcome
 		eventually(t, when, func() error {
 			r := statusOf(t, a)
 			if r.Paths == nil {

@@ -54,7 +54,6 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 	mtu := n.mtu(p)
 	_, outerErr := s.echo(ctx, p.PublicIP, smallPacket)
 	v, err := s.reach(ctx, inner, mtu)
-	v.Path = p
 	fail := func(part Part, because error, advice string) Verdict {
 		if ctx.Err() != nil { // perhaps only the end of ctx has prevented the answer
 			part = Unknown
@@ -117,20 +116,21 @@ func (s sender) forwards(ctx context.Context, p Path, tcp bool) bool {
 }
 
 // reach tries small packets to dst, then packets of size bytes, then TCP, and stops at the first that do not
-// pass. The path in the verdict is empty, and so is the advice unless TCP passes and pings do not. err says
+// pass. The advice in the verdict is empty, unless TCP passes and pings do not. err says
 // why Broken is set.
 func (s sender) reach(ctx context.Context, dst netip.Addr, size int) (v Verdict, err error) {
-	if v.RTT, err = s.echo(ctx, dst, smallPacket); err != nil {
+	rtt, err := s.echo(ctx, dst, smallPacket)
+	if err != nil {
 		// A firewall on the way that rejects pings rejects TCP in the same way, which looks like an answer of dst.
 		rejected, ok := errors.AsType[ping.UnreachableError](err)
 		onTheWay := ok && rejected.At != dst
 		if !onTheWay && s.wait(ctx) == nil && s.refused(ctx, dst) {
 			return Verdict{OK: true, Advice: filteredText}, nil
 		}
-		v.Broken = Tunnel
-		return v, err
+		return Verdict{Broken: Tunnel}, err
 	}
 
+	v.RTT = milliseconds(rtt)
 	if _, err = s.echo(ctx, dst, size); err != nil {
 		v.Broken = MTU
 		v.Largest = s.largest(ctx, dst, size)

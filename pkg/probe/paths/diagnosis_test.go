@@ -116,11 +116,11 @@ func TestDiagnosis(t *testing.T) {
 				},
 			}
 			v := s.diagnose(t.Context(), to, tt.network)
-			if v.Path != to || v.OK != (tt.broken == "") || v.Broken != tt.broken || v.Largest != tt.largest || !strings.Contains(v.Advice, tt.advice) || tt.advice == "" && v.Advice != "" {
+			if v.OK != (tt.broken == "") || v.Broken != tt.broken || v.Largest != tt.largest || !strings.Contains(v.Advice, tt.advice) || tt.advice == "" && v.Advice != "" {
 				t.Errorf("%+v, want broken part %q, largest packet %d, advice with %q", v, tt.broken, tt.largest, tt.advice)
 			}
 			if answered := tt.passes.most > 0; (v.RTT > 0) != answered {
-				t.Errorf("round trip %s, although it is %v that a ping was answered", v.RTT, answered)
+				t.Errorf("round trip %v ms, although it is %v that a ping was answered", v.RTT, answered)
 			}
 		})
 	}

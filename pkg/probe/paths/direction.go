@@ -35,16 +35,11 @@ type direction struct {
 }
 
 // note returns the note for a request on a path that does not work.
-func (p *Prober) note(path Path) (n ping.Note) {
-	own, ok := prefix.OfFamily(p.Own, prefix.FamilyOf(path.Subnet.Addr()))
+func (p *Prober) note(s *state) (n ping.Note) {
+	own, ok := prefix.OfFamily(p.Own, prefix.FamilyOf(s.Subnet.Addr()))
 	receives := ok && p.local(p.Network.end(own))
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	s := p.paths[path]
-	if s == nil {
-		return n
-	}
-
 	now := time.Now()
 	if !receives { // there is no bridge yet, so the silence is no news
 		s.direction = direction{heard: now}
@@ -78,12 +73,10 @@ func (p *Prober) hear(from netip.Addr, n ping.Note) {
 }
 
 // passed records that a packet has passed in both directions.
-func (p *Prober) passed(path Path) {
+func (p *Prober) passed(s *state) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if s := p.paths[path]; s != nil {
-		s.direction = direction{heard: time.Now()}
-	}
+	s.direction = direction{heard: time.Now()}
 }
 
 // result returns what is known of the path at the time now.

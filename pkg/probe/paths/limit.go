@@ -69,15 +69,11 @@ func (m *member) split(n int) bool {
 	return roundOf(m.limit.all.paths-m.own.paths+n) > round
 }
 
-// pause returns the time between two checks of the prober in a round, at the present demand of all probers.
-// If the prober has no paths to check, it returns the time until the next round.
-func (m *member) pause() time.Duration {
+// round returns the time in which each prober checks its paths once, at the present demand of all probers.
+func (m *member) round() time.Duration {
 	m.limit.mu.Lock()
 	defer m.limit.mu.Unlock()
-	if m.own.due > 0 {
-		return roundOf(m.limit.all.due) / time.Duration(m.own.due)
-	}
-	return leastRound
+	return roundOf(m.limit.all.due)
 }
 
 // roundOf returns the time in which n paths are checked once. It is at least leastRound.

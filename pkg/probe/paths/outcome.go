@@ -4,27 +4,39 @@ package paths
 
 import (
 	"cmp"
+	"fmt"
 	"slices"
 	"time"
 )
 
 // Result is what the prober knows of one path.
 type Result struct {
+	Peer string `json:"peer"` // key of the peer's lease
+	Path
 	Verdict
-	Peer    string    // key of the peer's lease
-	Checked time.Time // zero if it was not checked yet
-	Since   time.Time // when OK last changed, or the first check if it has not; zero before that
-	OneWay  bool      // this host's packets to the peer are lost, and those of the peer arrive
+	// OneWay says that this host's packets to the peer are lost, and those of the peer arrive. If it is false,
+	// a path that does not work may fail in both directions, or only in the other one.
+	OneWay  bool      `json:"oneWay,omitempty"`
+	Checked time.Time `json:"checked"` // zero if it was not checked yet
+	Since   time.Time `json:"since"`   // when OK last changed, or the first check if it has not; zero before that
+}
+
+// Text returns the advice, after the direction if that is known.
+func (r Result) Text() string {
+	if !r.OneWay {
+		return r.Advice
+	}
+	return fmt.Sprintf("packets from this host to %s are lost, those from there arrive; %s", r.Subnet, r.Advice)
 }
 
 // Outcome is what the prober knows of all paths.
 type Outcome struct {
-	// Results counts the paths by result: ok, waiting (not checked yet), unknown, or the part that is broken. Each has an
-	// entry.
-	Results map[string]int
+	// Results counts the paths by result: ok, waiting (not checked yet), unknown (the check did not show whether the
+	// path works), or the part that is broken. Each has an entry.
+	Results map[string]int `json:"results"`
 	// Worst are the worst paths: first the broken ones, then those with the longest round trips. It does
 	// not contain paths that were not checked yet.
-	Worst []Result
+	Worst []Result `json:"worst"`
 }
 
 // Unreachable returns the number of paths that are known not to work.
@@ -39,7 +51,7 @@ func (o Outcome) Unreachable() (n int) {
 // worst says.
 func outcome(results []Result, worst int) Outcome {
 	const ok, waiting = "ok", "waiting"
-	o := Outcome{Results: map[string]int{ok: 0, waiting: 0}}
+	o := Outcome{Results: map[string]int{ok: 0, waiting: 0}, Worst: []Result{}}
 	for _, part := range append(Parts(), Unknown) {
 		o.Results[string(part)] = 0
 	}

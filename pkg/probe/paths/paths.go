@@ -13,6 +13,7 @@
 package paths
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"strings"
@@ -23,8 +24,8 @@ import (
 
 // Path is the way from this host to one subnet of a peer.
 type Path struct {
-	Subnet   netip.Prefix
-	PublicIP netip.Addr // of the peer
+	Subnet   netip.Prefix `json:"subnet"`
+	PublicIP netip.Addr   `json:"publicIP"` // of the peer
 }
 
 // Network describes how packets get to peers.
@@ -62,14 +63,32 @@ const (
 // Parts returns the parts that can be broken.
 func Parts() []Part { return []Part{Underlay, Tunnel, MTU, Checksum} }
 
-// Verdict is the result of a check of one path.
+// Verdict is the result of a check of one path: what passes. Its JSON, and that of Path, Result and Outcome, are parts
+// of a stable interface, that of status.Report.
 type Verdict struct {
-	Path
-	OK      bool
-	RTT     time.Duration // of a packet in the network; zero if there was no answer
-	Broken  Part          // empty if OK
-	Largest int           // size in bytes of the largest packet that passes, if Broken is MTU
-	Advice  string        // one line for operators
+	OK      bool    `json:"ok"`
+	RTT     float64 `json:"rttMilliseconds,omitempty"` // of a packet in the network; zero if there was no answer
+	Broken  Part    `json:"broken,omitempty"`          // the part that does not work; empty if OK
+	Largest int     `json:"largest,omitempty"`         // size in bytes of the largest packet that passes, if Broken is MTU
+	Advice  string  `json:"advice,omitempty"`          // one line for operators
+}
+
+func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
+
+// Result returns ok, the part that does not work, or unknown.
+func (v Verdict) Result() string {
+	if v.OK {
+		return "ok"
+	}
+	return string(cmp.Or(v.Broken, Unknown))
+}
+
+// RoundTrip returns the time of a round trip, or "" if it is not known.
+func (v Verdict) RoundTrip() string {
+	if v.RTT <= 0 {
+		return ""
+	}
+	return fmt.Sprintf("%.2f ms", v.RTT)
 }
 
 // end returns the address in the network at which the host of subnet s answers. This is the address of the

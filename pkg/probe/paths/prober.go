@@ -3,21 +3,23 @@
 package paths
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"hash/fnv"
-	"math/rand/v2"
+	"maps"
 	"net/netip"
-	"slices"
 	"sync"
 	"time"
 
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/base/loglimit"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/probe/ping"
+	"github.com/flanneld/flanneld/pkg/probe/schedule"
 )
 
 const (
@@ -65,22 +67,21 @@ type Config struct {
 type Prober struct {
 	Config
 	member *member // of Limit
-	// Tests replace send, probe and diagnose. Limit applies to each packet: start waits for it before
+	// Tests replace send, probe and diagnose. Limit applies to each packet: Run waits for it before
 	// the first packet of a probe, and probe and diagnose obey it for all others. If retry is set, probe
 	// sends a second packet when the first one is not answered.
 	send     sender
-	probe    func(ctx context.Context, p Path, retry bool) (Verdict, error)
-	diagnose func(context.Context, Path) Verdict
-	slots    [2]chan struct{} // limit the checks at the same time: first of paths that are not broken, second of broken ones
+	probe    func(ctx context.Context, s *state, retry bool) (Verdict, error)
+	diagnose func(context.Context, *state) Verdict
 	pinger   *ping.Pinger
 	local    func(netip.Addr) bool // isLocal; tests replace it
 	reports  *loglimit.Changes
 
-	broke wait.Signal // a path has broken
+	// intact and broken have the paths that are not being checked: broken those that are known not to work.
+	intact, broken *schedule.Queue[*state]
 
-	mu     sync.Mutex
-	paths  map[Path]*state
-	broken map[Path]*state // the paths that are known not to work
+	mu    sync.Mutex
+	paths map[Path]*state
 	// senders are the paths by the first address of their subnet, which notes have.
 	senders map[netip.Addr]*state
 }
@@ -89,9 +90,8 @@ type Prober struct {
 type state struct {
 	Result
 	begun   time.Time    // when the last check began; zero if there was none
-	due     time.Time    // time of the next check, if the path is broken
 	pause   wait.Backoff // between checks of a broken path
-	busy    bool
+	gone    bool
 	tcp     bool // TCP was answered once
 	failing Part // broken part of the last verdict other than Unknown; empty if the path worked
 	direction
@@ -100,40 +100,40 @@ type state struct {
 // NewProber returns a prober.
 func NewProber(c Config) *Prober {
 	p := &Prober{
-		Config: c, member: c.Limit.join(), paths: map[Path]*state{}, broken: map[Path]*state{},
-		slots:   [2]chan struct{}{make(chan struct{}, atOnce), make(chan struct{}, brokenAtOnce)},
-		reports: loglimit.NewChanges(loglimit.Burst), broke: wait.NewSignal(), pinger: ping.NewPinger(), local: isLocal,
+		Config: c, member: c.Limit.join(), paths: map[Path]*state{},
+		intact: schedule.NewQueue[*state](), broken: schedule.NewQueue[*state](),
+		reports: loglimit.NewChanges(loglimit.Burst), pinger: ping.NewPinger(), local: isLocal,
 	}
 	p.pinger.Heard = p.hear
 
 	p.send = sender{wait: c.Limit.Wait, ping: p.pinger.Ping, knock: knock}
-	p.probe = func(ctx context.Context, path Path, retry bool) (Verdict, error) {
-		dst := c.Network.end(path.Subnet)
-		way := ping.Path{Size: c.Network.mtu(path), Whole: true}
+	p.probe = func(ctx context.Context, s *state, retry bool) (Verdict, error) {
+		dst := c.Network.end(s.Subnet)
+		way := ping.Path{Size: c.Network.mtu(s.Path), Whole: true}
 		if !retry { // the path is broken
-			way.Note = p.note(path)
+			way.Note = p.note(s)
 		}
 
 		rtt, err := p.send.ping(ctx, dst, way, answerTimeout)
 		if err != nil && retry && p.send.wait(ctx) == nil { // the first packet may wait for neighbour resolution
-			way.Note = p.note(path)
+			way.Note = p.note(s)
 			rtt, err = p.send.ping(ctx, dst, way, answerTimeout)
 		}
 
 		if err == nil {
-			p.passed(path)
+			p.passed(s)
 		}
 		if err == nil && c.Limit.Allow() {
-			err = p.knocked(path, answered(p.send.knock(ctx, dst, 0)))
+			err = p.knocked(s, answered(p.send.knock(ctx, dst, 0)))
 		}
-		return Verdict{Path: path, OK: true, RTT: rtt}, err
+		return Verdict{OK: true, RTT: milliseconds(rtt)}, err
 	}
 
-	p.diagnose = func(ctx context.Context, path Path) Verdict {
-		v := p.send.diagnose(ctx, path, c.Network)
+	p.diagnose = func(ctx context.Context, s *state) Verdict {
+		v := p.send.diagnose(ctx, s.Path, c.Network)
 		hidden := v.Broken == Unknown && v.RTT > 0 && ctx.Err() == nil // pings pass, and a firewall drops TCP
-		if (v.Broken == Checksum || hidden) && p.knocked(path, errNoTCP) == nil {
-			v = Verdict{Path: path, OK: true, RTT: v.RTT}
+		if (v.Broken == Checksum || hidden) && p.knocked(s, errNoTCP) == nil {
+			v = Verdict{OK: true, RTT: v.RTT}
 		}
 		return v
 	}
@@ -146,11 +146,10 @@ var errNoTCP = errors.New("TCP is not answered")
 // knocked records whether TCP was answered on a path. err is nil if it was. knocked returns err only if TCP
 // was answered there before, and otherwise nil, because a firewall of the peer that drops packets to unused
 // ports must not look like a broken path.
-func (p *Prober) knocked(path Path, err error) error {
+func (p *Prober) knocked(s *state, err error) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	s := p.paths[path]
-	if s == nil || err != nil && !s.tcp {
+	if err != nil && !s.tcp {
 		return nil
 	}
 	s.tcp = true
@@ -160,36 +159,29 @@ func (p *Prober) knocked(path Path, err error) error {
 // Run checks paths until ctx ends, and returns when all checks have ended. It must not be called again.
 func (p *Prober) Run(ctx context.Context) {
 	defer p.pinger.Close()
-	var checks sync.WaitGroup
-	defer checks.Wait()
-	checks.Go(func() { p.checkBroken(ctx, &checks) })
 	defer p.member.set(demand{})
-	var peers []Peer
-	for ctx.Err() == nil {
-		if now, ok := p.Peers(ctx); ok {
-			peers = now
-		}
+	var running sync.WaitGroup
+	defer running.Wait()
+	running.Go(func() {
+		p.intact.Run(ctx, schedule.Checks[*state]{Soon: burst, AtOnce: atOnce, Permit: p.Limit.Wait, Check: p.check})
+	})
+	running.Go(func() {
+		permit := func(ctx context.Context) error { return cmp.Or(wait.For(ctx, againPause), p.Limit.Wait(ctx)) }
+		p.broken.Run(ctx, schedule.Checks[*state]{AtOnce: brokenAtOnce, Permit: permit, Check: p.check})
+	})
 
-		due := p.refresh(peers)
-		next := time.Now()
-		for _, path := range due {
-			next = next.Add(p.member.pause()) // from the planned time, even if the last check had to wait for the limit
-			if early := time.Until(next); early > burst && wait.For(ctx, early) != nil {
-				return
-			}
-			p.start(ctx, path, false, &checks)
+	for ctx.Err() == nil {
+		if peers, ok := p.Peers(ctx); ok {
+			p.refresh(peers)
 		}
-		if len(due) == 0 {
-			_ = wait.For(ctx, p.member.pause()) // the loop notices the end of ctx
-		}
+		_ = wait.For(ctx, p.member.round()) // the loop notices the end of ctx
 	}
 }
 
-// refresh replaces the paths that p knows by those of peers, and returns the paths that this host checks:
-// first new ones in random order, and then the others, beginning with the one that was not checked for the
-// longest time. If there are so many that a round would take too long, only one host of each pair checks
+// refresh replaces the paths that p knows by those of peers. It plans the checks of new ones at the pace of a round,
+// in random order. If there are so many paths that a round would take too long, only one host of each pair checks
 // the path. refresh also sets the demand of the prober.
-func (p *Prober) refresh(peers []Peer) []Path {
+func (p *Prober) refresh(peers []Peer) {
 	now := map[Path]string{}
 	for _, peer := range peers {
 		for _, path := range peer.Paths {
@@ -198,46 +190,46 @@ func (p *Prober) refresh(peers []Peer) []Path {
 	}
 
 	all := len(now)
-	split := p.member.split(len(now))
+	if p.member.split(all) {
+		maps.DeleteFunc(now, func(path Path, _ string) bool { return !p.responsible(path.Subnet) })
+	}
+	p.member.set(demand{paths: all, due: len(now)})
+
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.senders = make(map[netip.Addr]*state, len(now))
-	var due []Path
-	for path, key := range now {
-		if split && !p.responsible(path.Subnet) {
-			delete(now, path)
-			continue
-		}
-		if p.paths[path] == nil {
-			p.paths[path] = &state{Result: Result{Verdict: Verdict{Path: path}, Peer: key}, pause: wait.Backoff{Least: again, Most: againMost}}
-		}
-		p.paths[path].Peer = key
-		p.senders[path.Subnet.Masked().Addr()] = p.paths[path]
-		due = append(due, path)
-	}
-
-	for path := range p.paths {
+	for path, s := range p.paths {
 		if _, known := now[path]; !known {
+			s.gone = true
+			p.intact.Remove(s)
+			p.broken.Remove(s)
 			delete(p.paths, path)
-			delete(p.broken, path)
 		}
 	}
 
-	rand.Shuffle(len(due), func(i, j int) { due[i], due[j] = due[j], due[i] })
-	slices.SortStableFunc(due, func(a, b Path) int { return p.paths[a].begun.Compare(p.paths[b].begun) })
-	p.member.set(demand{paths: all, due: len(due)})
-	return due
+	pause := p.member.round() / time.Duration(max(len(now), 1))
+	due := time.Now()
+	p.senders = make(map[netip.Addr]*state, len(now))
+	for path, key := range now { // a map has a random order
+		s := p.paths[path]
+		if s == nil {
+			s = &state{Result: Result{Path: path}, pause: wait.Backoff{Least: again, Most: againMost}}
+			p.paths[path] = s
+			due = due.Add(pause)
+			p.intact.Add(s, due)
+		}
+		s.Peer = key
+		p.senders[path.Subnet.Masked().Addr()] = s
+	}
 }
 
 // responsible reports whether this host checks the path to the subnet peer. Of the two hosts of a pair
 // exactly one does. A host without a subnet of that family checks all paths of the family.
 func (p *Prober) responsible(peer netip.Prefix) bool {
-	i := slices.IndexFunc(p.Own, func(own netip.Prefix) bool { return own.Addr().Is4() == peer.Addr().Is4() })
-	if i < 0 {
+	own, ok := prefix.OfFamily(p.Own, prefix.FamilyOf(peer.Addr()))
+	if !ok {
 		return true
 	}
 
-	own := p.Own[i]
 	first := own
 	second := peer
 	if peer.Compare(own) < 0 {
@@ -250,113 +242,67 @@ func (p *Prober) responsible(peer netip.Prefix) bool {
 	return (h.Sum32()&1 == 0) == (first == own)
 }
 
-// start waits until the limit and the number of running checks permit one more check, and then checks a
-// path in the background. It does nothing if begin returns false. broken says which of the two loops calls
-// start: checkBroken checks broken paths, and Run all others.
-func (p *Prober) start(ctx context.Context, path Path, broken bool, checks *sync.WaitGroup) {
-	if !p.begin(path, broken) {
-		return
-	}
-	if p.Limit.Wait(ctx) != nil {
-		return
-	}
-
-	slot := p.slots[0]
-	if broken {
-		slot = p.slots[1]
-	}
-
-	select {
-	case slot <- struct{}{}:
-	case <-ctx.Done():
-		return
-	}
-
-	checks.Go(func() {
-		defer func() { <-slot }()
-		v := p.check(ctx, path, broken)
-		if ctx.Err() == nil {
-			p.end(ctx, v, time.Now())
-		}
-	})
-}
-
 // check probes a path, and diagnoses it if the probe fails. A diagnosis takes many packets. If the limit does
 // not permit these at once, because many paths are broken, a path that stays broken keeps its last verdict.
 // The diagnosis of any other path waits for the limit.
-func (p *Prober) check(ctx context.Context, path Path, broken bool) Verdict {
-	v, err := p.probe(ctx, path, !broken)
+func (p *Prober) check(ctx context.Context, s *state) {
+	last, broken := p.begin(s)
+	v, err := p.probe(ctx, s, !broken)
 	switch {
 	case err == nil:
-		return v
 	case broken && p.Limit.Tokens() < diagnosis:
-		return p.last(path)
+		v = last
+	default:
+		v = p.diagnose(ctx, s)
 	}
-	return p.diagnose(ctx, path)
+	if ctx.Err() == nil {
+		p.end(ctx, s, v, time.Now())
+	}
 }
 
-// last returns the last verdict about a path, or a verdict that has only the path if the path is gone.
-func (p *Prober) last(path Path) Verdict {
+// begin notes that a check begins. It returns the last verdict, and whether it says that the path is broken.
+func (p *Prober) begin(s *state) (last Verdict, broken bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if s := p.paths[path]; s != nil {
-		return s.Verdict
-	}
-	return Verdict{Path: path}
-}
-
-// begin marks a path as being checked. It returns false if the path is already being checked, if it exists
-// no longer, or if the other one of the two loops has to check it (see start).
-func (p *Prober) begin(path Path, broken bool) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	s := p.paths[path]
-	if s == nil || s.busy || s.broken() != broken {
-		return false
-	}
+	now := time.Now()
 	if s.begun.IsZero() {
-		s.heard = time.Now()
+		s.heard = now
 	}
-	s.busy, s.begun = true, time.Now()
-	return true
+	s.begun = now
+	return s.Verdict, s.broken()
 }
 
-// end records the verdict of a check that has ended at the time now, and reports the changes for which
-// Config.Changed is called. It ignores the verdict if the path is gone. If the path works, end also calls
+// end records the verdict of a check that has ended at the time now, plans the next one, and reports the changes for
+// which Config.Changed is called. It ignores the verdict if the path is gone. If the path works, end also calls
 // Answered, even if the path is gone.
-func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
+func (p *Prober) end(ctx context.Context, s *state, v Verdict, now time.Time) {
 	if v.OK && p.Answered != nil {
-		p.Answered(v.RTT)
+		p.Answered(time.Duration(v.RTT * float64(time.Millisecond)))
 	}
 
 	p.mu.Lock()
-	s := p.paths[v.Path]
-	if s == nil {
+	if s.gone {
 		p.mu.Unlock()
 		return
 	}
 
-	before := s.Result
-	failing := s.failing
-	s.busy = false
+	if s.OK != v.OK || s.Checked.IsZero() {
+		s.Since = now
+	}
 	s.Verdict = v
 	s.Checked = now
-	if before.OK != v.OK || before.Checked.IsZero() {
-		s.Since = now
+	failing := s.failing
+	broken := s.broken()
+	if s.OK || broken {
+		s.failing = v.Broken
 	}
 	if s.OK {
 		s.pause.Reset()
-	} else {
-		s.due = now.Add(s.pause.Next())
 	}
-	if s.broken() {
-		p.broken[v.Path] = s
-		p.broke.Send()
+	if broken {
+		p.broken.Add(s, now.Add(s.pause.Next()))
 	} else {
-		delete(p.broken, v.Path)
-	}
-	if s.OK || s.broken() {
-		s.failing = v.Broken
+		p.intact.Add(s, s.begun.Add(p.member.round()))
 	}
 
 	after := s.Result
@@ -381,43 +327,6 @@ func (p *Prober) tell(ctx context.Context, r Result) {
 	if p.Changed != nil {
 		p.Changed(r)
 	}
-}
-
-// checkBroken checks broken paths again, with growing pauses, until ctx ends.
-func (p *Prober) checkBroken(ctx context.Context, checks *sync.WaitGroup) {
-	for wait.For(ctx, againPause) == nil {
-		path, ok, some := p.mostDue(time.Now())
-		if ok {
-			p.start(ctx, path, true, checks)
-		}
-		if some {
-			continue
-		}
-		select {
-		case <-p.broke:
-		case <-ctx.Done():
-			return
-		}
-	}
-}
-
-// mostDue returns the broken path whose check is overdue for the longest time. ok is false if no check is
-// due, and some is false if no path is broken.
-func (p *Prober) mostDue(now time.Time) (path Path, ok, some bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	var first time.Time
-	for candidate, s := range p.broken {
-		if s.busy || s.due.After(now) {
-			continue
-		}
-		if !ok || s.due.Before(first) {
-			path = candidate
-			first = s.due
-			ok = true
-		}
-	}
-	return path, ok, len(p.broken) > 0
 }
 
 // Outcome returns what is known of all paths. The field Worst of the result has at most as many paths as the

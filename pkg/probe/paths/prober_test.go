@@ -51,23 +51,23 @@ func (w *network) prober(t *testing.T, n int, c Config) *Prober {
 	}
 	c.Peers = func(context.Context) ([]Peer, bool) { return peers(n), !w.unknown.Load() }
 	p := NewProber(c)
-	p.probe = func(_ context.Context, path Path, _ bool) (Verdict, error) {
+	p.probe = func(_ context.Context, s *state, _ bool) (Verdict, error) {
 		w.mu.Lock()
 		defer w.mu.Unlock()
-		w.checks[path] = append(w.checks[path], time.Now())
+		w.checks[s.Path] = append(w.checks[s.Path], time.Now())
 		w.packets++
 		if c.Limit.Allow() { // the probe over TCP
 			w.packets++
 		}
-		if w.broken[path] != "" {
+		if w.broken[s.Path] != "" {
 			return Verdict{}, errors.New("no answer")
 		}
-		return Verdict{Path: path, OK: true, RTT: time.Millisecond}, nil
+		return Verdict{OK: true, RTT: 1}, nil
 	}
-	p.diagnose = func(_ context.Context, path Path) Verdict {
+	p.diagnose = func(_ context.Context, s *state) Verdict {
 		w.mu.Lock()
 		defer w.mu.Unlock()
-		return Verdict{Path: path, OK: w.broken[path] == "", Broken: w.broken[path], Advice: "look"}
+		return Verdict{OK: w.broken[s.Path] == "", Broken: w.broken[s.Path], Advice: "look"}
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	var wg sync.WaitGroup
@@ -352,7 +352,7 @@ func TestReportsAfterUnknown(t *testing.T) {
 	})
 	p.refresh([]Peer{{Key: "1", Paths: []Path{path(1)}}})
 	for _, part := range []Part{Unknown, "", Unknown, Underlay, Unknown, Underlay, Unknown, Tunnel, Unknown, "", Unknown, ""} {
-		p.end(t.Context(), Verdict{Path: path(1), OK: part == "", Broken: part}, time.Now())
+		p.end(t.Context(), p.paths[path(1)], Verdict{OK: part == "", Broken: part}, time.Now())
 	}
 	if want := []string{"underlay", "network", "works"}; !slices.Equal(reports, want) {
 		t.Errorf("reports %q, want %q", reports, want)
@@ -365,12 +365,9 @@ func TestKnocked(t *testing.T) {
 	p := NewProber(Config{Own: []netip.Prefix{subnet(0)}, Limit: NewLimit()})
 	p.refresh([]Peer{{Key: "1", Paths: []Path{path(1)}}})
 	for i, step := range []struct{ err, want error }{{errNoTCP, nil}, {nil, nil}, {errNoTCP, errNoTCP}} {
-		if got := p.knocked(path(1), step.err); !errors.Is(got, step.want) {
+		if got := p.knocked(p.paths[path(1)], step.err); !errors.Is(got, step.want) {
 			t.Errorf("step %d: %v, want %v", i+1, got, step.want)
 		}
-	}
-	if err := p.knocked(path(2), errNoTCP); err != nil {
-		t.Errorf("a path that is gone: %v", err)
 	}
 }
 

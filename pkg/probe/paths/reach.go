@@ -40,7 +40,7 @@ func (t Target) String() string {
 }
 
 // Reach tries what passes from the network namespace of this process to a target: small pings, pings of size bytes and
-// TCP, or with a port only a TCP connection. Verdict.Path is empty. It needs CAP_NET_RAW.
+// TCP, or with a port only a TCP connection. It needs CAP_NET_RAW.
 func Reach(ctx context.Context, p *ping.Pinger, t Target, size int) Verdict {
 	if t.Port != 0 {
 		return connect(ctx, t)
@@ -73,7 +73,7 @@ func connect(ctx context.Context, t Target) Verdict {
 		if err == nil {
 			took := time.Since(begin)
 			_ = conn.Close()
-			return Verdict{OK: true, RTT: took}
+			return Verdict{OK: true, RTT: milliseconds(took)}
 		}
 		if wait.For(within, connectPause) == nil {
 			continue

@@ -13,7 +13,6 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/doctor"
-	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // MaxAnswer returns the size in bytes of the largest answer that is accepted in a mesh of that many hosts.
@@ -87,11 +86,11 @@ func (m *Matrix) parse(i int, body []byte) (r row, err error) {
 			r.cutOff = Printable(why)
 		}
 	}
-	return r, eachPath(a.Paths.Worst, func(p status.Path) error { return m.add(&r, i, p) })
+	return r, eachPath(a.Paths.Worst, func(p paths.Result) error { return m.add(&r, i, p) })
 }
 
 // Set records the paths of host i. If one is wrong, Set records the reason.
-func (m *Matrix) Set(i int, all []status.Path) {
+func (m *Matrix) Set(i int, all []paths.Result) {
 	r := m.newRow("")
 	for _, p := range all {
 		if err := m.add(&r, i, p); err != nil {
@@ -108,19 +107,17 @@ func (m *Matrix) newRow(held string) row {
 
 // eachPath calls f with each path of a list in JSON. It ends with the first error, and adds the number of
 // the path, counted from 1.
-func eachPath(list json.RawMessage, f func(status.Path) error) error {
+func eachPath(list json.RawMessage, f func(paths.Result) error) error {
 	fail := func(n int, err error) error { return fmt.Errorf("its answer has a wrong path %d: %w", n, err) }
 	if len(list) == 0 || list[0] != '[' {
 		return errors.New("its answer has no list of paths")
 	}
 
 	d := json.NewDecoder(bytes.NewReader(list))
-	if _, err := d.Token(); err != nil {
-		return fail(0, err)
-	}
+	_, _ = d.Token() // the bracket
 
 	for n := 1; d.More(); n++ {
-		var p status.Path
+		var p paths.Result
 		if err := d.Decode(&p); err != nil {
 			return fail(n, err)
 		}
@@ -138,7 +135,7 @@ const maxRTT = 1e6
 // returns an error if the fields of p contradict each other or have impossible values. It ignores a path
 // to host i itself, and a path to a host that is not in the matrix, because that host has joined or left
 // in the meantime.
-func (m *Matrix) add(r *row, i int, p status.Path) error {
+func (m *Matrix) add(r *row, i int, p paths.Result) error {
 	if p.RTT < 0 || p.RTT > maxRTT {
 		return fmt.Errorf("a round trip of %v ms", p.RTT)
 	}
@@ -149,7 +146,7 @@ func (m *Matrix) add(r *row, i int, p status.Path) error {
 		result = OK
 	case p.OK || p.Broken == "" || result == OK:
 		return fmt.Errorf("ok is %v, and what is broken is %q", p.OK, p.Broken)
-	case p.Broken == string(paths.Unknown):
+	case p.Broken == paths.Unknown:
 		result = Unknown
 	}
 

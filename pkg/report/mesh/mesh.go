@@ -73,7 +73,7 @@ type row struct {
 // cell is a Cell in little memory, because a matrix of 5,000 hosts has 25 million cells.
 type cell struct {
 	result uint8 // index in results
-	oneWay bool  // see status.Path
+	oneWay bool  // see paths.Result
 	rtt    float32
 }
 
@@ -116,12 +116,12 @@ func (m *Matrix) CutOff(i int) string { return m.rows[i].cutOff }
 // Cell returns what host from knows of the paths to host to. The result is Unknown if host from has not
 // answered, and for a host and itself.
 func (m *Matrix) Cell(from, to int) Cell {
-	r := m.rows[from]
-	if r.cells == nil || from == to {
-		return Cell{Result: Unknown}
+	now := Cell{Result: m.result(from, to)}
+	if now.Result == Unknown {
+		return now
 	}
-	c := r.cells[to]
-	now := Cell{Result: results()[c.result], RTT: float64(c.rtt)}
+	r := m.rows[from]
+	now.RTT = float64(r.cells[to].rtt)
 	if advice, ok := r.advice[to]; ok {
 		now.Advice = advice.Value()
 	}
@@ -129,6 +129,13 @@ func (m *Matrix) Cell(from, to int) Cell {
 		now.Advice = strings.TrimSuffix(d+"; "+now.Advice, "; ")
 	}
 	return now
+}
+
+func (m *Matrix) result(from, to int) Result {
+	if from == to || m.rows[from].cells == nil {
+		return Unknown
+	}
+	return results()[m.rows[from].cells[to].result]
 }
 
 // direction says which packets between two hosts are lost, if one of them knows. That is the sender.

@@ -19,6 +19,7 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/mesh"
 	"github.com/flanneld/flanneld/pkg/report/status"
 )
@@ -40,14 +41,14 @@ func hosts(n int) []mesh.Host {
 }
 
 // path returns the status of the path to host i. The path works if broken is empty. rtt is in milliseconds.
-func path(i int, broken string, rtt float64) status.Path {
-	return status.Path{Peer: key(i), Subnet: netip.MustParsePrefix("10.5.1.0/24"), Outcome: status.Outcome{OK: broken == "", Broken: broken, RTT: rtt}}
+func path(i int, broken string, rtt float64) paths.Result {
+	return paths.Result{Peer: key(i), Path: paths.Path{Subnet: netip.MustParsePrefix("10.5.1.0/24")}, Verdict: paths.Verdict{OK: broken == "", Broken: paths.Part(broken), RTT: rtt}}
 }
 
 // answer returns the status of host i in JSON, with the given paths.
-func answer(t testing.TB, i int, all ...status.Path) []byte {
+func answer(t testing.TB, i int, all ...paths.Result) []byte {
 	t.Helper()
-	text, err := json.Marshal(status.Report{Lease: status.Lease{Key: key(i)}, Paths: &status.Paths{Worst: all}})
+	text, err := json.Marshal(status.Report{Lease: status.Lease{Key: key(i)}, Paths: &paths.Outcome{Worst: all}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -63,7 +64,7 @@ func broken(t testing.TB, n int) *mesh.Matrix {
 			m.Fail(i, errors.New("no route to host"))
 			continue
 		}
-		var all []status.Path
+		var all []paths.Result
 		for to := range n {
 			p := path(to, "", []float64{0.21, 3, 42, 140}[(i+to)%4])
 			if i == 0 && to == 1 {
@@ -136,7 +137,7 @@ func TestAnswers(t *testing.T) {
 // TestDirection breaks the paths between hosts 0 and 1. If one of them knows which packets are lost, the cells of
 // both must say so, and a path that works must not.
 func TestDirection(t *testing.T) {
-	oneWay := func(p status.Path) status.Path {
+	oneWay := func(p paths.Result) paths.Result {
 		p.OneWay = true
 		return p
 	}
@@ -146,9 +147,9 @@ func TestDirection(t *testing.T) {
 	const back = "packets from 10.5.2.0/24 to 10.5.1.0/24 are lost, 10.5.1.0/24 to 10.5.2.0/24 arrive"
 	for _, tc := range []struct {
 		name        string
-		first       status.Path
-		second      *status.Path // nil if host 1 does not answer
-		want, wants string       // advice of hosts 0 and 1
+		first       paths.Result
+		second      *paths.Result // nil if host 1 does not answer
+		want, wants string        // advice of hosts 0 and 1
 	}{
 		{"neither knows", path(1, "network", 0), &advised, "", "look"},
 		{"host 0 knows", oneWay(path(1, "network", 0)), &advised, there, there + "; look"},
@@ -304,8 +305,8 @@ func parse(t *testing.T, svg []byte) picture {
 // TestSet checks that paths count like those of an answer, and that a wrong one is the problem of its host.
 func TestSet(t *testing.T) {
 	m := mesh.New(hosts(3))
-	m.Set(0, []status.Path{path(1, "", 2), path(2, "mtu", 0)})
-	m.Set(1, []status.Path{path(0, "invented", 0)})
+	m.Set(0, []paths.Result{path(1, "", 2), path(2, "mtu", 0)})
+	m.Set(1, []paths.Result{path(0, "invented", 0)})
 	if fast, broken := m.Cell(0, 1), m.Cell(0, 2); fast != (mesh.Cell{Result: mesh.OK, RTT: 2}) || broken != (mesh.Cell{Result: "mtu"}) || m.Problem(0) != "" {
 		t.Errorf("%+v, %+v, problem %q", fast, broken, m.Problem(0))
 	}
@@ -392,14 +393,14 @@ func TestManyBrokenPaths(t *testing.T) {
 	const n = 110
 	m := mesh.New(hosts(n))
 	for i := range n {
-		var all []status.Path
+		var all []paths.Result
 		for to := range n {
 			p := path(to, "network", 0)
 			p.Advice = fmt.Sprint(i, to, strings.Repeat("x", 300))
 			all = append(all, p)
 		}
 		if i == n-1 {
-			all = []status.Path{path(0, "mtu", 0)}
+			all = []paths.Result{path(0, "mtu", 0)}
 		}
 		m.Answer(i, answer(t, i, all...))
 		if p := m.Problem(i); p != "" {
@@ -425,7 +426,7 @@ func TestManyBrokenPaths(t *testing.T) {
 // the texts of 256 paths.
 func TestAdviceIsLimited(t *testing.T) {
 	m := mesh.New(hosts(400))
-	var all []status.Path
+	var all []paths.Result
 	for to := range 400 {
 		p := path(to, "network", 0)
 		p.Advice = fmt.Sprint(to)

@@ -12,6 +12,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/flanneld/flanneld/pkg/probe/paths"
 )
 
 var (
@@ -290,7 +292,7 @@ func pathsOf(r Report) markup {
 		bar += tag(`<span class="%s" style="flex-grow: %s">%s %s</span>`, result, n, n, result)
 	}
 
-	rows := each(r.Paths.Worst, "", func(p Path) markup {
+	rows := each(r.Paths.Worst, "", func(p paths.Result) markup {
 		return tag(`<tr><td data-name="Path to">%s</td><td data-name="Public IP">%s</td><td data-name="Result" class="%s">%s</td>`+
 			`<td data-name="Round trip">%s</td><td data-name="Since">%s</td><td data-name="Advice">%s</td></tr>`+"\n",
 			p.Subnet, p.PublicIP, class(levelOf(p.Result())), p.Result(), p.RoundTrip(), ago(r.Now, p.Since), p.Text())

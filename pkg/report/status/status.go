@@ -5,7 +5,6 @@
 package status
 
 import (
-	"cmp"
 	"fmt"
 	"net/netip"
 	"os"
@@ -47,7 +46,9 @@ type Report struct {
 	Peers     []Peer    `json:"peers"`
 	// SharedPublicIPs are the public addresses that several peers have. All these peers are served.
 	SharedPublicIPs []SharedPublicIP `json:"sharedPublicIPs,omitempty"`
-	Paths           *Paths           `json:"paths,omitempty"` // nil without --probe
+	// Paths are the results of probes: of the 20 worst paths or, with Query.AllPaths, of all that were checked. It is
+	// nil without --probe.
+	Paths *paths.Outcome `json:"paths,omitempty"`
 	// Networks is the overview of several networks, sorted by name. In an overview the fields that
 	// are about one network are empty.
 	Networks []NetworkSummary `json:"networks,omitempty"`
@@ -243,68 +244,6 @@ type Peer struct {
 type SharedPublicIP struct {
 	PublicIP netip.Addr `json:"publicIP"`
 	Leases   []string   `json:"leases"` // keys of the peers' leases, the oldest lease first
-}
-
-// Paths are the results of probes.
-type Paths struct {
-	// Results counts the paths that this host checks: ok, waiting (not checked yet), unknown (the check
-	// did not show whether the path works), or the part that does not work: underlay, network, mtu or
-	// checksum.
-	Results map[string]int `json:"results"`
-	// Worst are the worst paths: first the broken ones, then those with the longest round trips. With
-	// Query.AllPaths they are all paths that were checked.
-	Worst []Path `json:"worst"`
-}
-
-// Path is the way to one subnet of a peer.
-type Path struct {
-	Peer     string       `json:"peer"` // key of the peer's lease
-	Subnet   netip.Prefix `json:"subnet"`
-	PublicIP netip.Addr   `json:"publicIP"`
-	Outcome
-	// OneWay says that this host's packets to the peer are lost, and those of the peer arrive. If it is false,
-	// a path that does not work may fail in both directions, or only in the other one.
-	OneWay  bool      `json:"oneWay,omitempty"`
-	Checked time.Time `json:"checked"`
-	Since   time.Time `json:"since"` // when OK last changed
-}
-
-// Outcome is what passes on a path.
-type Outcome struct {
-	OK      bool    `json:"ok"`
-	RTT     float64 `json:"rttMilliseconds,omitempty"`
-	Broken  string  `json:"broken,omitempty"`  // the part that does not work
-	Largest int     `json:"largest,omitempty"` // size in bytes of the largest packet that passes, if Broken is mtu
-	Advice  string  `json:"advice,omitempty"`
-}
-
-// OutcomeOf converts a verdict.
-func OutcomeOf(v paths.Verdict) Outcome {
-	return Outcome{OK: v.OK, RTT: float64(v.RTT) / float64(time.Millisecond), Broken: string(v.Broken), Largest: v.Largest, Advice: v.Advice}
-}
-
-// Result returns ok, the part that does not work, or unknown.
-func (o Outcome) Result() string {
-	if o.OK {
-		return "ok"
-	}
-	return cmp.Or(o.Broken, string(paths.Unknown))
-}
-
-// RoundTrip returns the time of a round trip, or "" if it is not known.
-func (o Outcome) RoundTrip() string {
-	if o.RTT <= 0 {
-		return ""
-	}
-	return fmt.Sprintf("%.2f ms", o.RTT)
-}
-
-// Text returns the advice, after the direction if that is known.
-func (p Path) Text() string {
-	if !p.OneWay {
-		return p.Advice
-	}
-	return fmt.Sprintf("packets from this host to %s are lost, those from there arrive; %s", p.Subnet, p.Advice)
 }
 
 // Object is a kernel object, in the syntax of ip(8).

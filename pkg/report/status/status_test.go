@@ -28,6 +28,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
+	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
@@ -107,7 +108,7 @@ func TestHeadline(t *testing.T) {
 		`good">ready, 1 peer in place, 1 peer reserved<`: func(r *status.Report) { r.Peers[1].State = status.Reserved },
 		`warn">ready, 1 peer held, 1 peer in place<`:     func(r *status.Report) { r.Peers[1].State = status.Held },
 		`bad">ready, 2 peers in place, 3 paths network, 1 path ok<`: func(r *status.Report) {
-			r.Paths = &status.Paths{Results: map[string]int{"ok": 1, "network": 3, "mtu": 0}}
+			r.Paths = &paths.Outcome{Results: map[string]int{"ok": 1, "network": 3, "mtu": 0}}
 		},
 		`warn">ready, etcd away, 2 peers in place<`:                             func(r *status.Report) { r.Datastore = status.Datastore{Kind: "etcd", Since: time.Unix(1, 0)} },
 		`warn">ready, 2 peers in place</p>` + "\n" + `<p class="state warn">re`: func(r *status.Report) { r.RestartNeeded = "VNI" },

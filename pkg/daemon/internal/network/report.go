@@ -13,7 +13,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
-	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/metrics"
 	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
@@ -186,7 +185,8 @@ func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, er
 		if q.AllPaths {
 			worst = math.MaxInt
 		}
-		r.Paths = statusPaths(s.prober.Outcome(worst))
+		outcome := s.prober.Outcome(worst)
+		r.Paths = &outcome
 	}
 	if in.Cloud != nil {
 		r.Network.Cloud = statusCloud(*in.Cloud)
@@ -231,17 +231,6 @@ func (n *Network) firewall() (f status.Firewall) {
 
 // worstPaths is the number of the worst paths in a report without q.AllPaths.
 const worstPaths = 20
-
-func statusPaths(o paths.Outcome) *status.Paths {
-	s := &status.Paths{Results: o.Results, Worst: []status.Path{}}
-	for _, r := range o.Worst {
-		s.Worst = append(s.Worst, status.Path{
-			Peer: r.Peer, Subnet: r.Subnet, PublicIP: r.PublicIP, Outcome: status.OutcomeOf(r.Verdict),
-			OneWay: r.OneWay, Checked: r.Checked, Since: r.Since,
-		})
-	}
-	return s
-}
 
 func statusLease(l subnet.Lease) status.Lease {
 	s := status.Lease{
