@@ -5,7 +5,6 @@ package mesh
 import (
 	"cmp"
 	"fmt"
-	"math"
 	"slices"
 )
 
@@ -51,7 +50,6 @@ type Summary struct {
 func (m *Matrix) Summary() Summary {
 	n := len(m.Hosts)
 	s := Summary{From: make([]Counts, n), To: make([]Counts, n)}
-	all := results()
 	for from, r := range m.rows {
 		if r.cells == nil {
 			s.Silent = append(s.Silent, from)
@@ -64,10 +62,7 @@ func (m *Matrix) Summary() Summary {
 			if from == to {
 				continue
 			}
-			result := Unknown
-			if r.cells != nil {
-				result = all[r.cells[to].result]
-			}
+			result := m.result(from, to)
 			s.add(result)
 			s.From[from].add(result)
 			s.To[to].add(result)
@@ -80,44 +75,23 @@ func (m *Matrix) Summary() Summary {
 // the hosts that report them have equal parts of the limit, so that no host can hide what others report.
 func (m *Matrix) Broken(limit int) []Pair {
 	var pairs []Pair
-	counts := m.Summary().From
-	part, extra := parts(counts, limit)
-	for from, c := range counts {
-		most := min(c.Broken, part)
-		if c.Broken > part && extra > 0 {
-			extra--
-			most++
-		}
-		for to := 0; most > 0; to++ {
-			if c := m.Cell(from, to); c.Result.Broken() {
-				pairs = append(pairs, Pair{from, to, c})
-				most--
+	next := make([]int, len(m.rows)) // by host: the first path that was not looked at
+	for found := true; found; {
+		found = false
+		for from := range m.rows { // one more of each host
+			to := next[from]
+			for to < len(m.rows) && !m.result(from, to).Broken() {
+				to++
+			}
+			next[from] = to + 1
+			if to < len(m.rows) && len(pairs) < limit {
+				pairs = append(pairs, Pair{from, to, m.Cell(from, to)})
+				found = true
 			}
 		}
 	}
+	slices.SortFunc(pairs, func(a, b Pair) int { return cmp.Or(a.From-b.From, a.To-b.To) })
 	return pairs
-}
-
-// parts divides a limit among the hosts that report broken paths. The result part is the number of paths that
-// each host may have in the list. Of the hosts that report more paths, the first ones may have one path more:
-// extra is the number of these hosts. Hosts that report fewer paths leave the rest to the others.
-func parts(hosts []Counts, limit int) (part, extra int) {
-	var counts []int
-	for _, c := range hosts {
-		if c.Broken > 0 {
-			counts = append(counts, c.Broken)
-		}
-	}
-
-	slices.Sort(counts)
-	for i, n := range counts {
-		left := len(counts) - i
-		if n > limit/left {
-			return limit / left, limit % left
-		}
-		limit -= n
-	}
-	return math.MaxInt, 0
 }
 
 // worst returns the numbers of the n worst hosts, the worst first: those with most broken paths in counts,
