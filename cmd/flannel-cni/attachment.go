@@ -104,14 +104,10 @@ func (a attachment) load() (object, error) {
 }
 
 func (a attachment) save(d object) error {
-	text, err := json.Marshal(d)
-	if err != nil {
-		return fmt.Errorf("encode attachment: %w", err)
-	}
 	if err := os.MkdirAll(a.dir, 0o700); err != nil {
 		return fmt.Errorf("create directory of attachments: %w", err)
 	}
-	if err := renameio.WriteFile(a.path(), text, 0o600, renameio.WithTempDir(a.dir)); err != nil {
+	if err := renameio.WriteFile(a.path(), raw(d), 0o600, renameio.WithTempDir(a.dir)); err != nil {
 		return fmt.Errorf("write attachment: %w", err)
 	}
 	return nil

@@ -92,7 +92,7 @@ func (o object) text(key, def string) (string, error) {
 
 func (o object) set(key string, value any) { o[key] = raw(value) }
 
-// raw returns the JSON of a value that the plugin sets, each of which has one.
+// raw returns the JSON of a value that the plugin sets or has parsed, each of which has one.
 func raw(value any) json.RawMessage {
 	text, _ := json.Marshal(value)
 	return text

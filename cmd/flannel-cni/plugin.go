@@ -74,11 +74,7 @@ func (o object) delegate(command func(context.Context, string, []byte, invoke.Ex
 	if err != nil {
 		return fmt.Errorf("delegate: %w", err)
 	}
-	stdin, err := json.Marshal(o)
-	if err != nil {
-		return fmt.Errorf("encode delegate: %w", err)
-	}
-	return command(context.Background(), plugin, stdin, nil)
+	return command(context.Background(), plugin, raw(o), nil)
 }
 
 func del(c config, a attachment) error {

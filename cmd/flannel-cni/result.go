@@ -34,9 +34,5 @@ func withGateways(result json.RawMessage) json.RawMessage {
 	}
 
 	top.set("routes", routes)
-	text, err := json.Marshal(top)
-	if err != nil {
-		return result
-	}
-	return text
+	return raw(top)
 }
