@@ -6,9 +6,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
@@ -30,7 +32,6 @@ type Pinger struct {
 	Heard func(from netip.Addr, n Note)
 
 	receiving sync.WaitGroup
-	sending   sync.Mutex // held for send and close of a socket, and taken before mu
 
 	mu      sync.Mutex
 	closed  bool
@@ -68,7 +69,7 @@ func (p *Pinger) Ping(ctx context.Context, to netip.Addr, path Path, timeout tim
 	}()
 
 	sent := time.Now()
-	if err := p.send(ctx, s, to, path, id); err != nil {
+	if err := s.send(ctx, to, path, id); err != nil {
 		if errors.Is(err, unix.EMSGSIZE) {
 			return 0, fmt.Errorf("%w: %d bytes", ErrTooBig, path.Size)
 		}
@@ -95,12 +96,6 @@ func await(ctx context.Context, answer <-chan error, timeout time.Duration) erro
 	return errNoAnswer
 }
 
-func (p *Pinger) send(ctx context.Context, s *socket, to netip.Addr, path Path, id uint32) error {
-	p.sending.Lock()
-	defer p.sending.Unlock()
-	return s.send(ctx, to, path, id)
-}
-
 // socket returns the socket of a family. It opens the socket if there is none.
 func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*socket, error) {
 	p.mu.Lock()
@@ -117,32 +112,18 @@ func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*socket, error) {
 		return nil, fmt.Errorf("%w: %w", ErrNoSocket, err)
 	}
 	p.sockets[f] = s
-	p.receiving.Go(func() { p.receive(s, f) })
-	return s, nil
-}
+	p.receiving.Go(func() {
+		s.receive(p.answer)
 
-// receive passes the answers to the callers that wait for them, until the socket is closed or fails. After
-// a failure it closes the socket, so that the next request opens another one.
-func (p *Pinger) receive(s *socket, f prefix.Family) {
-	for {
-		a, err := s.receive()
-		if err != nil {
-			p.drop(s, f)
-			return
+		// After a failure the next request opens another socket.
+		p.mu.Lock()
+		if p.sockets[f] == s {
+			delete(p.sockets, f)
 		}
-		p.answer(a)
-	}
-}
-
-func (p *Pinger) drop(s *socket, f prefix.Family) {
-	p.sending.Lock()
-	defer p.sending.Unlock()
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.sockets[f] == s {
-		delete(p.sockets, f)
+		p.mu.Unlock()
 		_ = s.close()
-	}
+	})
+	return s, nil
 }
 
 // answer gives an answer to the caller that waits for it. Over IPv4 a reply must come from the destination
@@ -162,16 +143,16 @@ func (p *Pinger) answer(a reply) {
 // Close closes the sockets. Calls of Ping that wait for an answer still return only after their timeout, or
 // when their context ends.
 func (p *Pinger) Close() error {
-	p.sending.Lock()
 	p.mu.Lock()
 	p.closed = true
+	sockets := slices.Collect(maps.Values(p.sockets))
+	clear(p.sockets)
+	p.mu.Unlock()
+
 	var errs []error
-	for f, s := range p.sockets {
-		delete(p.sockets, f)
+	for _, s := range sockets { // without the lock, because a request may be on its way out
 		errs = append(errs, s.close())
 	}
-	p.mu.Unlock()
-	p.sending.Unlock()
 	p.receiving.Wait()
 	return oneline.Join(errs...)
 }

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"sync"
 	"syscall"
 	"time"
 
@@ -17,12 +18,14 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
-// socket sends echo requests of one family on chosen paths, and receives all answers. One goroutine may call
-// send while another one calls receive.
+// socket sends echo requests of one family on chosen paths, and receives all answers. It is safe for concurrent
+// use, but only one goroutine may call receive.
 type socket struct {
-	kind    icmpKind
-	conn    net.PacketConn // receives
-	heard   func(from netip.Addr, n Note)
+	kind  icmpKind
+	conn  net.PacketConn // receives
+	heard func(from netip.Addr, n Note)
+
+	mu      sync.Mutex
 	senders map[sender]*net.IPConn
 }
 
@@ -94,6 +97,8 @@ func (k icmpKind) open(ctx context.Context, set func(fd int) error) (net.PacketC
 
 // send sends an echo request with the given id. It returns EMSGSIZE, wrapped, if the packet is too big.
 func (s *socket) send(ctx context.Context, to netip.Addr, path Path, id uint32) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	key := sender{path.Device, path.mode(), path.Hops}
 	conn := s.senders[key]
 	if conn == nil {
@@ -153,13 +158,13 @@ type reply struct {
 	Err  error      // ErrTooBig or ErrUnreachable, wrapped, or an ExpiredError, if a router has reported that; nil for a reply
 }
 
-// receive waits for an answer. It returns an error after close.
-func (s *socket) receive() (reply, error) {
+// receive calls answer with each answer, until the socket is closed or fails.
+func (s *socket) receive(answer func(reply)) {
 	buf := make([]byte, leastBuffer) // the beginning of a longer answer is sufficient
 	for {
 		size, addr, err := s.conn.ReadFrom(buf)
 		if err != nil {
-			return reply{}, err
+			return
 		}
 
 		from, valid := netip.AddrFromSlice(addr.(*net.IPAddr).IP)
@@ -169,7 +174,8 @@ func (s *socket) receive() (reply, error) {
 		from = from.Unmap()
 
 		if id, ok, failure := s.kind.parse(buf[:size], from); ok {
-			return reply{id, from, failure}, nil
+			answer(reply{id, from, failure})
+			continue
 		}
 		if note, ok := s.kind.noteOf(buf[:size]); ok && s.heard != nil {
 			s.heard(from, note)
@@ -177,8 +183,10 @@ func (s *socket) receive() (reply, error) {
 	}
 }
 
-// close closes the socket. receive then returns an error.
+// close closes the socket. receive then returns.
 func (s *socket) close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	errs := []error{s.conn.Close()}
 	for _, sender := range s.senders {
 		errs = append(errs, sender.Close())
