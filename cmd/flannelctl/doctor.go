@@ -87,7 +87,7 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 			case slices.ContainsFunc(findings, func(f doctor.Finding) bool { return f.Serious }):
 				return errors.New("there are problems")
 			case unread != nil && os.Geteuid() != 0:
-				return silentError{errors.New("whether there are problems is not known: run flannelctl doctor as root")}
+				return openError{errors.New("whether there are problems is not known: run flannelctl doctor as root")}
 			}
 			return nil
 		},
@@ -103,7 +103,7 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 // reports. silent, which may be nil, returns the subnets of peers that do not answer; it is called only if that counts.
 func examine(ctx context.Context, reports []status.Report, away error, silent func(status.Report) []netip.Prefix) []doctor.Finding {
 	if away != nil {
-		if e, ok := errors.AsType[unknownError](away); ok {
+		if e, ok := errors.AsType[awayError](away); ok {
 			away = e.cause
 		}
 		return doctor.Examine(linux.Host(away))

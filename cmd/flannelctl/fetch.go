@@ -32,12 +32,11 @@ const statusTimeout = 10 * time.Second
 // maxReport limits the size of an answer, in bytes. A report about 10,000 peers has some 20 MB.
 const maxReport = 128 << 20
 
-// unknownError makes the exit code 2: the command could not ask flanneld, so it does not know whether something is
-// broken.
-type unknownError struct{ cause error }
+// awayError means that no daemon answers, and why.
+type awayError struct{ cause error }
 
 // Error implements error.
-func (e unknownError) Error() string {
+func (e awayError) Error() string {
 	text := "ask flanneld for its status: " + e.cause.Error()
 	if errors.Is(e.cause, fs.ErrPermission) {
 		text += ": run flannelctl as root"
@@ -45,12 +44,8 @@ func (e unknownError) Error() string {
 	return text
 }
 
-// Unwrap returns the cause.
-func (e unknownError) Unwrap() error { return e.cause }
-
-// silentError makes the exit code 2: nothing was examined, because no host has answered, no network of several was
-// chosen, or only root may.
-type silentError struct{ error }
+// Unwrap returns the cause. It makes the exit code 2.
+func (e awayError) Unwrap() error { return openError{e.cause} }
 
 // errNotReady makes the exit code 1. The command has already printed the reason.
 var errNotReady = errors.New("flanneld is not ready")
@@ -110,7 +105,7 @@ func (d daemonFlags) one(ctx context.Context) (status.Report, error) {
 	for _, n := range r.Networks {
 		names = append(names, n.Name)
 	}
-	return r, silentError{fmt.Errorf("this daemon serves several networks: choose one of %s with --%s", strings.Join(names, ", "), networkFlag)}
+	return r, openError{fmt.Errorf("this daemon serves several networks: choose one of %s with --%s", strings.Join(names, ", "), networkFlag)}
 }
 
 // fetch asks the daemon at the URL base for its report about one network. If network is empty, a
@@ -122,7 +117,7 @@ func fetch(ctx context.Context, client *http.Client, base, network string) (r st
 		if within.Err() != nil && ctx.Err() == nil {
 			err = fmt.Errorf("no answer within %s", statusTimeout)
 		}
-		return r, unknownError{err}
+		return r, awayError{err}
 	}
 
 	address, err := url.JoinPath(base, "statusz.json")
@@ -140,7 +135,7 @@ func fetch(ctx context.Context, client *http.Client, base, network string) (r st
 	defer resp.Body.Close()
 	if resp.StatusCode == http.StatusNotFound && network != "" {
 		text, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<10))
-		return r, silentError{errors.New(strings.TrimSpace(string(text)))}
+		return r, openError{errors.New(strings.TrimSpace(string(text)))}
 	}
 	if resp.StatusCode == http.StatusNotFound {
 		return fail(fmt.Errorf("GET %s: %s: that is no flanneld with a status page", address, resp.Status))

@@ -21,21 +21,25 @@ func main() {
 	}
 }
 
-// errInterrupted makes the exit code 2, because a command that ends early does not know whether something is broken.
-var errInterrupted = errors.New("interrupted")
+// openError makes the exit code 2: the command does not know whether something is broken. It has wrong arguments, was
+// interrupted, could not ask flanneld or send from a pod, no host has answered, no network of several was chosen, or only
+// root may know.
+type openError struct{ error }
+
+// Unwrap returns the cause.
+func (e openError) Unwrap() error { return e.error }
 
 // told returns the error in the words of flannelctl.
 func told(err error) error {
 	if errors.Is(err, context.Canceled) {
-		return errInterrupted
+		return openError{errors.New("interrupted")}
 	}
 	return err
 }
 
-// exitCode returns 2 if the command could not ask flanneld or send from a pod, was interrupted, or has wrong arguments,
-// and otherwise 1.
+// exitCode returns the exit code of a command that has failed.
 func exitCode(err error) int {
-	if errors.Is(err, errInterrupted) || errors.As(err, &unknownError{}) || errors.As(err, &usageError{}) || errors.As(err, &silentError{}) || errors.Is(err, errCannotAsk) {
+	if _, open := errors.AsType[openError](err); open {
 		return 2
 	}
 	return 1

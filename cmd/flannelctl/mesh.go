@@ -104,7 +104,7 @@ func showMesh(cmd *cobra.Command, f *meshFlags, out output) error {
 	case len(m.Hosts) == 0:
 		return errors.New("there is no lease")
 	case len(s.Silent) == len(m.Hosts):
-		return silentError{fmt.Errorf("nothing is known from any host: %s: %s", m.Hosts[0], m.Problem(0))}
+		return openError{fmt.Errorf("nothing is known from any host: %s: %s", m.Hosts[0], m.Problem(0))}
 	case s.Broken > 0:
 		return fmt.Errorf("%d of %d paths are broken", s.Broken, s.OK+s.Broken)
 	case len(s.CutOff) > 0:

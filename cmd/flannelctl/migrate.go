@@ -35,8 +35,21 @@ print the configuration for the ConfigMap.`,
 	}
 
 	store.addConfigTo(cmd)
-	cmd.AddCommand(newMigratePlanCommand(&store), newMigrateStartCommand(&store), newMigrateStatusCommand(h, &store),
-		newMigrateFinishCommand(&store), newMigrateAbortCommand(&store))
+	start := &cobra.Command{
+		Use: "start BACKEND", Short: "Add the next backend to the configuration", Args: cobra.ExactArgs(1),
+		Long:    `Adds a backend, given as JSON, to the configuration as NextBackend.`,
+		Example: "  flannelctl migrate start '{\"Type\":\"wireguard\"}'\n  flannelctl migrate start '{\"Type\":\"vxlan\",\"VNI\":7}'",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return rewriteConfig(cmd, &store, func(text []byte) ([]byte, error) { return startMigration(text, args[0]) })
+		},
+	}
+	abort := &cobra.Command{
+		Use: "abort", Short: "Remove the next backend from the configuration", Args: cobra.NoArgs,
+		Long:    `Removes NextBackend from the configuration. Hosts go back to the present backend.`,
+		Example: "  flannelctl migrate abort",
+		RunE:    func(cmd *cobra.Command, _ []string) error { return rewriteConfig(cmd, &store, abortMigration) },
+	}
+	cmd.AddCommand(newMigratePlanCommand(&store), start, newMigrateStatusCommand(h, &store), newMigrateFinishCommand(&store), abort)
 	return cmd
 }
 
@@ -64,17 +77,6 @@ func newMigratePlanCommand(store *storeFlags) *cobra.Command {
 			_, err = fmt.Fprintf(cmd.OutOrStdout(), "1. start: %s\n2. wait until `flannelctl migrate status` shows on each host that it sends to all others by the next backend\n3. finish: %s\nabort at any time: %s\n",
 				during, after, strings.TrimSpace(string(text)))
 			return err
-		},
-	}
-}
-
-func newMigrateStartCommand(store *storeFlags) *cobra.Command {
-	return &cobra.Command{
-		Use: "start BACKEND", Short: "Add the next backend to the configuration", Args: cobra.ExactArgs(1),
-		Long:    `Adds a backend, given as JSON, to the configuration as NextBackend.`,
-		Example: "  flannelctl migrate start '{\"Type\":\"wireguard\"}'\n  flannelctl migrate start '{\"Type\":\"vxlan\",\"VNI\":7}'",
-		RunE: func(cmd *cobra.Command, args []string) error {
-			return rewriteConfig(cmd, store, func(text []byte) ([]byte, error) { return startMigration(text, args[0]) })
 		},
 	}
 }
@@ -143,17 +145,6 @@ func (f *meshFlags) checkFinish(cmd *cobra.Command) error {
 		return fmt.Errorf("%d of %d hosts still need the present backend, or do not answer", held, len(m.Hosts))
 	}
 	return nil
-}
-
-func newMigrateAbortCommand(store *storeFlags) *cobra.Command {
-	return &cobra.Command{
-		Use: "abort", Short: "Remove the next backend from the configuration", Args: cobra.NoArgs,
-		Long:    `Removes NextBackend from the configuration. Hosts go back to the present backend.`,
-		Example: "  flannelctl migrate abort",
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			return rewriteConfig(cmd, store, abortMigration)
-		},
-	}
 }
 
 func newMigrateStatusCommand(h host, store *storeFlags) *cobra.Command {

@@ -154,7 +154,7 @@ func TestUntilReady(t *testing.T) {
 		report status.Report
 		err    error
 	}
-	away := answer{err: unknownError{errors.New("no such file")}}
+	away := answer{err: awayError{errors.New("no such file")}}
 	starts := answer{report: status.Report{Reasons: []string{"no lease", "no rules"}}}
 	const waitsForAnswer, waitsForReady = "waiting until flanneld answers: no such file\n", "waiting until flanneld is ready: no lease; no rules\n"
 	for name, tc := range map[string]struct {
@@ -181,7 +181,7 @@ func TestUntilReady(t *testing.T) {
 				r, err := untilReady(cmd, time.Minute, func(ctx context.Context) (status.Report, error) {
 					if tc.answers == nil {
 						<-ctx.Done()
-						return status.Report{}, unknownError{ctx.Err()}
+						return status.Report{}, awayError{ctx.Err()}
 					}
 					a := tc.answers[min(next, len(tc.answers)-1)]
 					next++

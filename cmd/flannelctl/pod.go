@@ -61,8 +61,8 @@ func (f *podFlags) parse() ([]paths.Target, error) {
 // podTimeout limits the time to add or delete a pod.
 const podTimeout = 30 * time.Second
 
-// errCannotAsk makes the exit code 2: nothing is known about the network.
-var errCannotAsk = errors.New("cannot check from a pod")
+// errCannotAsk means that nothing is known about the network.
+var errCannotAsk = openError{errors.New("cannot check from a pod")}
 
 // interrupted returns the end of ctx in place of an error that it may have caused.
 func interrupted(ctx context.Context, err error) error {
@@ -244,15 +244,14 @@ type leg struct {
 	Half half       `json:"half"`
 	reach
 
-	path    paths.Path   // to the peer; zero for other legs
-	end     netip.Addr   // the peer's address in the network, if it has one besides the bridge
-	subnet  netip.Prefix // of the peer, also for a target there
-	settled bool         // nothing is sent
+	path    paths.Path // to the peer, or only the subnet of the peer that has the target
+	end     netip.Addr // the peer's address in the network, if it has one besides the bridge
+	settled bool       // nothing is sent
 }
 
 // verdict returns the result of a leg to a peer.
 func (l leg) verdict() verdict {
-	return verdict{Path: paths.Path{Subnet: l.subnet}, Verdict: l.Verdict}
+	return verdict{Path: l.path, Verdict: l.Verdict}
 }
 
 // podCheck is a check from a pod.
@@ -329,7 +328,7 @@ func (c *podCheck) plan(attached map[prefix.Family]attachment, only []netip.Pref
 			if !ok || !chosen(only, s, p.PublicIPs[i]) {
 				continue
 			}
-			l := leg{From: a.own, Half: outside, reach: reach{To: prefix.First(s).String()}, path: paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, subnet: s}
+			l := leg{From: a.own, Half: outside, reach: reach{To: prefix.First(s).String()}, path: paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}}
 			l.settled = !p.State.Served()
 			if len(c.report.Network.Devices) > 0 && !l.settled {
 				l.end = s.Masked().Addr()
@@ -337,14 +336,14 @@ func (c *podCheck) plan(attached map[prefix.Family]attachment, only []netip.Pref
 			c.legs = append(c.legs, l)
 		}
 	}
-	slices.SortStableFunc(c.legs, func(a, b leg) int { return a.subnet.Compare(b.subnet) })
+	slices.SortStableFunc(c.legs, func(a, b leg) int { return a.path.Subnet.Compare(b.path.Subnet) })
 
 	for _, t := range targets {
 		l := leg{From: attached[prefix.FamilyOf(t.Addr)].own, Half: toTarget, reach: reach{To: t.String()}}
 		for _, p := range c.report.Peers {
 			for _, s := range p.Subnets {
 				if s.Contains(t.Addr) {
-					l.subnet = s
+					l.path.Subnet = s
 				}
 			}
 		}
@@ -437,7 +436,7 @@ func (c *podCheck) blameOutside(ctx context.Context, l *leg, end reach) {
 		v.Advice = "packets of this host pass, those of pods do not: a firewall, rule or route here or there takes them: run flannelctl doctor there (" + l.Advice + ")"
 	}
 
-	if l.subnet.IsValid() {
+	if l.path.Subnet.IsValid() {
 		v = v.because(c.findings)
 	}
 	l.Verdict = v.Verdict

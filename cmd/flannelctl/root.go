@@ -28,30 +28,20 @@ func newRoot(h host) *cobra.Command {
 		refuseUnknown(cmd)
 	}
 	nameUsage(root)
-	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error { return usageError{cmd, err} })
+	root.SetFlagErrorFunc(wrongUsage)
 	return root
 }
 
-// usageError makes the exit code 2, because the command has asked nothing.
-type usageError struct {
-	cmd   *cobra.Command
-	cause error
+func wrongUsage(cmd *cobra.Command, err error) error {
+	return openError{fmt.Errorf("%w: the usage is %s", err, cmd.UseLine())}
 }
-
-// Error implements error.
-func (e usageError) Error() string {
-	return fmt.Sprintf("%v: the usage is %s", e.cause, e.cmd.UseLine())
-}
-
-// Unwrap returns the cause.
-func (e usageError) Unwrap() error { return e.cause }
 
 // nameUsage makes cmd and its subcommands name their usage when they get wrong arguments.
 func nameUsage(cmd *cobra.Command) {
 	if check := cmd.Args; check != nil {
 		cmd.Args = func(cmd *cobra.Command, args []string) error {
 			if err := check(cmd, args); err != nil {
-				return usageError{cmd, err}
+				return wrongUsage(cmd, err)
 			}
 			return nil
 		}

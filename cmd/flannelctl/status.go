@@ -133,7 +133,7 @@ const readyPause = time.Second
 func untilReady(cmd *cobra.Command, limit time.Duration, ask func(context.Context) (status.Report, error)) (r status.Report, err error) {
 	ctx, cancel := context.WithTimeout(cmd.Context(), limit)
 	defer cancel()
-	err = unknownError{fmt.Errorf("no answer within %s", limit)}
+	err = awayError{fmt.Errorf("no answer within %s", limit)}
 	_ = follow(ctx, cmd.ErrOrStderr(), readyPause, func() string {
 		now, failed := ask(ctx)
 		if failed != nil && ctx.Err() != nil {
@@ -141,7 +141,7 @@ func untilReady(cmd *cobra.Command, limit time.Duration, ask func(context.Contex
 		}
 		r = now
 		err = failed
-		unknown := unknownError{}
+		unknown := awayError{}
 		switch {
 		case errors.As(err, &unknown):
 			return "waiting until flanneld answers: " + unknown.cause.Error()
