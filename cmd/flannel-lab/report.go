@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/report/mesh"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -210,18 +211,15 @@ const (
 
 func (r report) writeMatrix(b *strings.Builder, family string) {
 	cells := map[[2]string]cellReport{}
-	var pods []string
-	var failures []string
-	address := map[string]string{}
-
+	var pods, labels, failures []string
 	for _, c := range r.Matrix {
 		if c.Family != family {
 			continue
 		}
 		cells[[2]string{c.From, c.To}] = c
-		if _, seen := address[c.From]; !seen {
+		if !slices.Contains(pods, c.From) {
 			pods = append(pods, c.From)
-			address[c.From] = c.FromAddress
+			labels = append(labels, c.From+" "+c.FromAddress)
 		}
 		if !c.OK {
 			failures = append(failures, c.Error)
@@ -233,27 +231,9 @@ func (r report) writeMatrix(b *strings.Builder, family string) {
 
 	w := table(b)
 	short := len(pods) > maxColumns
-	fmt.Fprintf(w, "%s FROM", family)
-	for i, to := range pods {
-		if short {
-			fmt.Fprintf(w, "\t%d", i+1)
-		} else {
-			fmt.Fprintf(w, "\tTO %s", to)
-		}
-	}
-
-	for i, from := range pods {
-		fmt.Fprintln(w)
-		if short {
-			fmt.Fprintf(w, "%d ", i+1)
-		}
-		fmt.Fprintf(w, "%s %s", from, address[from])
-		for _, to := range pods {
-			fmt.Fprintf(w, "\t%s", cells[[2]string{from, to}].text(short))
-		}
-	}
-
-	fmt.Fprintln(w)
+	mesh.Grid(w, family+" FROM", pods, labels, short, func(from, to int) string {
+		return cells[[2]string{pods[from], pods[to]}].text(short)
+	})
 	w.Flush()
 
 	fmt.Fprintf(b, "%d of %d reachable%s\n", len(cells)-len(failures), len(cells), r.span(family))

@@ -19,9 +19,9 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"unicode/utf8"
 	"unique"
 
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/probe/paths"
 )
 
@@ -155,14 +155,7 @@ const maxText = 400
 // Printable returns text from another host as one line of limited length that is safe to print:
 // characters that are not visible are escaped.
 func Printable(text string) string {
-	if len(text) > maxText {
-		end := maxText
-		for end > 0 && !utf8.RuneStart(text[end]) {
-			end--
-		}
-		text = text[:end] + "…"
-	}
-	quoted := strconv.Quote(text)
+	quoted := strconv.Quote(oneline.Shorten(text, maxText))
 	return strings.ReplaceAll(strings.ReplaceAll(quoted[1:len(quoted)-1], `\"`, `"`), `\\`, `\`)
 }
 

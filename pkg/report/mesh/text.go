@@ -135,31 +135,42 @@ func more(w io.Writer, n int, what string) {
 
 // writeCells writes every cell: with letters, or with words and the names of the hosts above.
 func (m *Matrix) writeCells(w io.Writer, letters bool) {
-	text := Cell.words
-	if letters {
-		text = Cell.mark
+	var names, labels []string
+	for _, h := range m.Hosts {
+		names = append(names, h.Name)
+		labels = append(labels, h.String())
 	}
-	fmt.Fprint(w, "FROM")
-	for to, h := range m.Hosts {
-		if letters {
+	Grid(w, "FROM", names, labels, letters, func(from, to int) string {
+		switch {
+		case from == to:
+			return "-"
+		case letters:
+			return m.Cell(from, to).mark()
+		}
+		return m.Cell(from, to).words()
+	})
+}
+
+// Grid writes a cell for each pair, as rows whose cells tabs separate. Above the columns are names or, if numbered is
+// set, numbers, which are then also before the labels of the rows.
+func Grid(w io.Writer, corner string, names, labels []string, numbered bool, cell func(from, to int) string) {
+	fmt.Fprint(w, corner)
+	for to, name := range names {
+		if numbered {
 			fmt.Fprintf(w, "\t%d", to+1)
 		} else {
-			fmt.Fprint(w, "\tTO ", h.Name)
+			fmt.Fprint(w, "\tTO ", name)
 		}
 	}
 
-	for from, h := range m.Hosts {
+	for from, label := range labels {
 		fmt.Fprintln(w)
-		if letters {
+		if numbered {
 			fmt.Fprintf(w, "%d ", from+1)
 		}
-		fmt.Fprint(w, h)
-		for to := range m.Hosts {
-			if from == to {
-				fmt.Fprint(w, "\t-")
-			} else {
-				fmt.Fprintf(w, "\t%s", text(m.Cell(from, to)))
-			}
+		fmt.Fprint(w, label)
+		for to := range names {
+			fmt.Fprint(w, "\t", cell(from, to))
 		}
 	}
 	fmt.Fprintln(w)
