@@ -6,8 +6,6 @@ import (
 	"context"
 	"time"
 
-	"golang.org/x/time/rate"
-
 	"github.com/flanneld/flanneld/pkg/probe/ping"
 )
 
@@ -37,17 +35,14 @@ func (p *Prober) check(ctx context.Context, s *state) {
 	due := time.Now().Add(interval)
 	p.mu.Lock()
 	key := s.key
-	before := s.size
-	raised := s.raised
 	p.mu.Unlock()
 
 	path := s.path
+	before := s.size
 	now := before
 	if _, ok := p.echo(ctx, path, before, firstPatience); ok {
-		if before < path.Full && time.Since(raised) >= raiseEvery {
-			p.mu.Lock()
+		if before < path.Full && time.Since(s.raised) >= raiseEvery {
 			s.raised = time.Now()
-			p.mu.Unlock()
 			now = p.raise(ctx, path, before)
 		}
 	} else {
@@ -82,7 +77,7 @@ func (p *Prober) tries(ctx context.Context, path Path, size int, patience time.D
 // search it already sets a smaller size, so that connections continue.
 func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	path := s.path
-	if !p.maySearch(s) {
+	if s.searches.Tokens() < 1 {
 		return present
 	}
 
@@ -96,7 +91,7 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 		return present
 	}
 
-	s.searches.Allow() // takes the token that maySearch has seen
+	s.searches.Allow() // there was a token at the start
 	select {
 	case p.searches <- struct{}{}:
 		defer func() { <-p.searches }()
@@ -109,14 +104,14 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 
 	size := search(path.Least, present, p.lastFound(path.Device), func(size int) (ok, more bool) {
 		_, ok = p.tries(ctx, path, size, patience, searchTries)
-		if ok {
-			p.publish(s, size, present)
+		if ok && s.size == present { // others wait for the end of the search, which so changes the route at most twice
+			p.set(s, size)
 		}
 		return ok, ctx.Err() == nil
 	})
 	if size > path.Least || path.Least < common {
 		if _, ok := p.tries(ctx, path, size, patience, searchTries); !ok { // packets get lost by chance, or the path carries none now
-			return p.current(s)
+			return s.size
 		}
 	}
 
@@ -125,23 +120,6 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	}
 	p.noteFound(path.Device, size)
 	return size
-}
-
-func (p *Prober) current(s *state) int {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return s.size
-}
-
-// maySearch limits the searches of a path that changes all the time, which would otherwise use up the
-// packets that all paths may send.
-func (p *Prober) maySearch(s *state) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if s.searches == nil {
-		s.searches = rate.NewLimiter(rate.Every(searchEvery), searchBurst)
-	}
-	return s.searches.Tokens() >= 1
 }
 
 // search is like ping.Largest, but first tries the last size that a search on the device has found. So
@@ -174,17 +152,6 @@ func (p *Prober) noteFound(device string, size int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.found[device] = size
-}
-
-// publish sets the first size that passes, while the path still has the size tooBig. Others wait for the
-// end of the search, which so changes the route at most twice.
-func (p *Prober) publish(s *state, size, tooBig int) {
-	p.mu.Lock()
-	still := s.size == tooBig
-	p.mu.Unlock()
-	if still {
-		p.set(s, size)
-	}
 }
 
 // raise returns the largest size that passes on a path that carries packets of the present size.

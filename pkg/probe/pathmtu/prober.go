@@ -26,14 +26,16 @@ type Path struct {
 	Least    int        // smallest size in bytes that the path may get; not less than the family of the addresses allows
 }
 
-// state is the present knowledge of a path.
+// state is the present knowledge of a path. Only its check changes size and raised, and locks the Prober to write
+// size, which others read.
 type state struct {
 	key    string
 	path   Path
 	size   int       // of the largest packet that passes, in bytes
 	raised time.Time // time of the last attempt to find a larger size, or of the last change
 	gone   bool
-	// searches limits the searches on the path. It is nil before the first one.
+	// searches limits the searches of a path that changes all the time, which would otherwise use up the packets
+	// that all paths may send.
 	searches *rate.Limiter
 }
 
@@ -115,7 +117,10 @@ func (p *Prober) remove(s *state) {
 
 // add replaces another path to the same subnet, and takes over its size. The caller holds p.mu.
 func (p *Prober) add(key string, path Path) {
-	s := &state{key: key, path: path, size: path.Full, raised: time.Now()}
+	s := &state{
+		key: key, path: path, size: path.Full, raised: time.Now(),
+		searches: rate.NewLimiter(rate.Every(searchEvery), searchBurst),
+	}
 	before := p.Before[path.Subnet]
 	delete(p.Before, path.Subnet)
 	if other := p.paths[path.Subnet]; other != nil {

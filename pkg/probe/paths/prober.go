@@ -92,7 +92,7 @@ type state struct {
 	begun   time.Time    // when the last check began; zero if there was none
 	pause   wait.Backoff // between checks of a broken path
 	gone    bool
-	tcp     bool // TCP was answered once
+	tcp     bool // TCP was answered once; only checks use it
 	failing Part // broken part of the last verdict other than Unknown; empty if the path worked
 	direction
 }
@@ -124,7 +124,7 @@ func NewProber(c Config) *Prober {
 			p.passed(s)
 		}
 		if err == nil && c.Limit.Allow() {
-			err = p.knocked(s, answered(p.send.knock(ctx, dst, 0)))
+			err = s.knocked(answered(p.send.knock(ctx, dst, 0)))
 		}
 		return Verdict{OK: true, RTT: milliseconds(rtt)}, err
 	}
@@ -132,7 +132,7 @@ func NewProber(c Config) *Prober {
 	p.diagnose = func(ctx context.Context, s *state) Verdict {
 		v := p.send.diagnose(ctx, s.Path, c.Network)
 		hidden := v.Broken == Unknown && v.RTT > 0 && ctx.Err() == nil // pings pass, and a firewall drops TCP
-		if (v.Broken == Checksum || hidden) && p.knocked(s, errNoTCP) == nil {
+		if (v.Broken == Checksum || hidden) && s.knocked(errNoTCP) == nil {
 			v = Verdict{OK: true, RTT: v.RTT}
 		}
 		return v
@@ -146,9 +146,7 @@ var errNoTCP = errors.New("TCP is not answered")
 // knocked records whether TCP was answered on a path. err is nil if it was. knocked returns err only if TCP
 // was answered there before, and otherwise nil, because a firewall of the peer that drops packets to unused
 // ports must not look like a broken path.
-func (p *Prober) knocked(s *state, err error) error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+func (s *state) knocked(err error) error {
 	if err != nil && !s.tcp {
 		return nil
 	}

@@ -365,7 +365,7 @@ func TestKnocked(t *testing.T) {
 	p := NewProber(Config{Own: []netip.Prefix{subnet(0)}, Limit: NewLimit()})
 	p.refresh([]Peer{{Key: "1", Paths: []Path{path(1)}}})
 	for i, step := range []struct{ err, want error }{{errNoTCP, nil}, {nil, nil}, {errNoTCP, errNoTCP}} {
-		if got := p.knocked(p.paths[path(1)], step.err); !errors.Is(got, step.want) {
+		if got := p.paths[path(1)].knocked(step.err); !errors.Is(got, step.want) {
 			t.Errorf("step %d: %v, want %v", i+1, got, step.want)
 		}
 	}
