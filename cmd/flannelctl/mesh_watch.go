@@ -8,7 +8,6 @@ import (
 	"io"
 	"maps"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
@@ -62,30 +61,22 @@ func watchMesh(ctx context.Context, w io.Writer, f *meshFlags) error {
 // that slow hosts are asked at most half of the time.
 func restAfter(took, interval time.Duration) time.Duration { return max(interval-took, took) }
 
-// pair identifies a failure. If it names two hosts, the path from the first one to the second one does
-// not work. If to is empty, nothing is known from the host that the field from names. The hosts are
-// named as in the mesh.
-type pair struct{ from, to string }
-
-func (p pair) String() string {
-	if p.to == "" {
-		return p.from
-	}
-	return p.from + " -> " + p.to
-}
-
-// failure describes why a path does not work, or why nothing is known from a host.
+// failure describes why the path between two hosts does not work, or why nothing is known from a host: then to is empty.
+// The hosts are named as in the mesh.
 type failure struct {
-	result mesh.Result
-	text   string
+	from, to string
+	result   mesh.Result
+	text     string
 }
 
-func failureOf(c mesh.Cell) failure { return failure{c.Result, string(c.Result) + ": " + c.Advice} }
+func failureOf(from, to string, c mesh.Cell) failure {
+	return failure{from, to, c.Result, string(c.Result) + ": " + c.Advice}
+}
 
 // meshReport records what a watch has printed. Its zero value means that nothing was printed yet.
 type meshReport struct {
-	known    map[pair]failure // nil before the first update
-	unlisted int              // number of broken paths that are not in known, which is limited to maxWatched paths
+	known    map[string]failure // by path, or name of the host; nil before the first update
+	unlisted int                // number of broken paths that are not in known, which is limited to maxWatched paths
 }
 
 // update prints how m differs from the mesh of the last update: failures that are new or have another
@@ -97,7 +88,7 @@ func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 		number[h.Name] = i
 	}
 
-	now, unlisted := r.failures(m, number)
+	now, unlisted := r.present(m, number)
 	if r.known == nil || unlisted != r.unlisted {
 		line := fmt.Sprint(m.Summary().Counts)
 		if unlisted > 0 {
@@ -107,21 +98,22 @@ func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 	}
 
 	var begun, ended, gone []string
-	for _, p := range slices.SortedFunc(maps.Keys(now), comparePairs) {
-		if r.known[p].result != now[p].result {
-			begun = append(begun, p.String()+" "+now[p].text)
+	for _, path := range slices.Sorted(maps.Keys(now)) {
+		if r.known[path].result != now[path].result {
+			begun = append(begun, path+" "+now[path].text)
 		}
 	}
 
-	for _, p := range slices.SortedFunc(maps.Keys(r.known), comparePairs) {
-		_, from := number[p.from]
-		_, to := number[p.to]
-		switch _, still := now[p]; {
+	for _, path := range slices.Sorted(maps.Keys(r.known)) {
+		was := r.known[path]
+		_, from := number[was.from]
+		_, to := number[was.to]
+		switch _, still := now[path]; {
 		case still:
-		case !from || !to && p.to != "":
-			gone = append(gone, p.String()+" gone")
+		case !from || !to && was.to != "":
+			gone = append(gone, path+" gone")
 		default:
-			ended = append(ended, p.String()+" ok")
+			ended = append(ended, path+" ok")
 		}
 	}
 
@@ -132,25 +124,23 @@ func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 	r.unlisted = unlisted
 }
 
-func comparePairs(a, b pair) int { return strings.Compare(a.String(), b.String()) }
-
-// failures returns the present failures of a mesh. They contain at most maxWatched paths; unlisted is
+// present returns the present failures of a mesh. They contain at most maxWatched paths; unlisted is
 // the number of the other broken paths. number is the index of each host in m.Hosts, by name. If
 // nothing is known about a path any more, its last known failure remains.
-func (r *meshReport) failures(m *mesh.Matrix, number map[string]int) (now map[pair]failure, unlisted int) {
-	now = map[pair]failure{}
+func (r *meshReport) present(m *mesh.Matrix, number map[string]int) (now map[string]failure, unlisted int) {
+	now = map[string]failure{}
 	unlisted = m.Summary().Broken
 	watched := 0
 	for path, was := range r.known {
-		from, okFrom := number[path.from]
-		to, okTo := number[path.to] // false if the failure is about a host
+		from, okFrom := number[was.from]
+		to, okTo := number[was.to] // false if the failure is about a host
 		if !okFrom || !okTo {
 			continue
 		}
 
 		switch c := m.Cell(from, to); {
 		case c.Result.Broken():
-			now[path] = failureOf(c)
+			now[path] = failureOf(was.from, was.to, c)
 			unlisted--
 			watched++
 		case c.Result == mesh.Unknown:
@@ -160,9 +150,11 @@ func (r *meshReport) failures(m *mesh.Matrix, number map[string]int) (now map[pa
 	}
 
 	for _, p := range m.Broken(maxWatched + len(r.known)) {
-		path := pair{m.Hosts[p.From].Name, m.Hosts[p.To].Name}
+		from := m.Hosts[p.From].Name
+		to := m.Hosts[p.To].Name
+		path := from + " -> " + to
 		if _, known := now[path]; !known && watched < maxWatched {
-			now[path] = failureOf(p.Cell)
+			now[path] = failureOf(from, to, p.Cell)
 			unlisted--
 			watched++
 		}
@@ -170,7 +162,7 @@ func (r *meshReport) failures(m *mesh.Matrix, number map[string]int) (now map[pa
 
 	for i, h := range m.Hosts {
 		if why := m.Problem(i); why != "" {
-			now[pair{from: h.Name}] = failure{mesh.Unknown, "nothing is known: " + why}
+			now[h.Name] = failure{from: h.Name, result: mesh.Unknown, text: "nothing is known: " + why}
 		}
 	}
 	return now, unlisted
