@@ -19,14 +19,16 @@ type clusterFlags struct {
 	timeout             time.Duration
 }
 
+// addTo adds the flags to a command, which does not run if a value is invalid.
 func (f *clusterFlags) addTo(cmd *cobra.Command, timeout time.Duration, usage string) {
 	cmd.Flags().StringVar(&f.namespace, "namespace", "kube-flannel", "namespace of flanneld's pods, on Kubernetes")
 	cmd.Flags().StringVar(&f.selector, "selector", "app=flannel", "label of flanneld's pods, on Kubernetes")
 	cmd.Flags().DurationVar(&f.timeout, "timeout", timeout, usage)
+	cmd.PreRunE = f.check
 }
 
 // check returns an error for an invalid value. An empty selector would select all pods.
-func (f *clusterFlags) check() error {
+func (f *clusterFlags) check(*cobra.Command, []string) error {
 	selector, err := labels.Parse(f.selector)
 	switch {
 	case f.timeout <= 0:

@@ -60,9 +60,6 @@ get pods/log, and to create and delete services, in the namespace of flanneld's 
 exit code is 1 if a path is broken, and 2 if nothing can be tested.`,
 		Example: "  flannelctl connectivity test\n  flannelctl connectivity test --context production -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := f.check(); err != nil {
-				return err
-			}
 			f.progress = cmd.ErrOrStderr()
 			c, err := f.test(cmd.Context())
 			if err != nil {

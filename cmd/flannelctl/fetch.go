@@ -50,9 +50,10 @@ func (e awayError) Unwrap() error { return openError{e.cause} }
 // errNotReady makes the exit code 1. The command has already printed the reason.
 var errNotReady = errors.New("flanneld is not ready")
 
-// addNetworkTo adds the flag that chooses one of several networks.
-func addNetworkTo(flags *pflag.FlagSet, network *string) {
+// addNetworkTo adds the flag that chooses one of several networks to the flags of a command.
+func addNetworkTo(cmd *cobra.Command, flags *pflag.FlagSet, network *string, h host) {
 	flags.StringVar(network, networkFlag, "", "one of several networks, by name")
+	completeFrom(cmd, networkFlag, &daemonFlags{socket: h.socket}, networkNames)
 }
 
 // daemonFlags choose the daemon of this host, and one of its networks.
@@ -60,8 +61,7 @@ type daemonFlags struct{ socket, network string }
 
 func (d *daemonFlags) addTo(cmd *cobra.Command, h host) {
 	d.addSocketTo(cmd, h)
-	addNetworkTo(cmd.Flags(), &d.network)
-	completeFrom(cmd, networkFlag, &daemonFlags{socket: h.socket}, networkNames)
+	addNetworkTo(cmd, cmd.Flags(), &d.network, h)
 }
 
 func (d *daemonFlags) addSocketTo(cmd *cobra.Command, h host) {

@@ -32,9 +32,6 @@ a path is broken or a host says that its pods are cut off, and 2 if no host has 
 		Example: "  flannelctl mesh\n  flannelctl mesh -w\n  flannelctl mesh -o svg > mesh.svg\n  flannelctl mesh -o json | jq -r '.broken[] | .from + \" \" + .to'\n" +
 			"  flannelctl mesh --kubeconfig-file ~/.kube/config --namespace kube-flannel",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := f.check(); err != nil {
-				return err
-			}
 			if f.interval < leastInterval {
 				return fmt.Errorf("--interval %s is invalid: expected at least %s", f.interval, leastInterval)
 			}
@@ -54,18 +51,16 @@ a path is broken or a host says that its pods are cut off, and 2 if no host has 
 	return cmd
 }
 
-// addTo adds the flags about the question to all hosts.
+// addTo adds the flags about the question to all hosts to a command, which does not run if a value is invalid.
 func (f *meshFlags) addTo(cmd *cobra.Command) {
 	cmd.Flags().Uint16Var(&f.port, "statusz-port", 8287, "port of the daemons' --statusz-address")
 	f.clusterFlags.addTo(cmd, 5*time.Second, "time that a host may take to begin its answer, and again to send it")
-}
-
-// check returns an error for an invalid value of a flag of addTo.
-func (f *meshFlags) check() error {
-	if f.port == 0 {
-		return errors.New("--statusz-port 0 is invalid: expected a port from 1 to 65535")
+	cmd.PreRunE = func(cmd *cobra.Command, args []string) error {
+		if f.port == 0 {
+			return errors.New("--statusz-port 0 is invalid: expected a port from 1 to 65535")
+		}
+		return f.check(cmd, args)
 	}
-	return f.clusterFlags.check()
 }
 
 // ask asks all hosts once. Of many hosts it prints at once which ones do not answer, because each of these

@@ -95,9 +95,6 @@ the present backend until they reach all peers through the next one.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if !yes {
 				f.store = *store
-				if err := f.check(); err != nil {
-					return err
-				}
 				m, err := readMigration(cmd, store)
 				if err != nil {
 					return err

@@ -72,8 +72,7 @@ func (s *storeFlags) addKubeTo(cmd *cobra.Command) {
 // addTo adds the flags for etcd to a command and all below it.
 func (s *storeFlags) addTo(cmd *cobra.Command) {
 	s.flags = cmd.PersistentFlags()
-	addNetworkTo(s.flags, &s.network)
-	completeFrom(cmd, networkFlag, &daemonFlags{socket: s.host.socket}, networkNames)
+	addNetworkTo(cmd, s.flags, &s.network, s.host)
 	s.flags.String("etcd-endpoints", "", "addresses of etcd, comma separated (FLANNELD_ETCD_ENDPOINTS)")
 	s.flags.String("etcd-prefix", "", "prefix of all keys (FLANNELD_ETCD_PREFIX)")
 	s.flags.String("etcd-cafile", "", "CA bundle for etcd (FLANNELD_ETCD_CAFILE)")

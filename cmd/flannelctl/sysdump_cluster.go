@@ -44,12 +44,7 @@ collected is named with the reason, and the rest is collected all the same. You 
 nodes; events in the namespace default; in that of flanneld's pods to list pods, daemonsets, configmaps and
 events, to get pods/log, and to get and create pods/exec. Secrets are taken out as in the archive of a host.`,
 		Example: "  flannelctl sysdump cluster\n  flannelctl sysdump cluster --context=production --file=/tmp/production.tar.gz",
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := f.check(); err != nil {
-				return err
-			}
-			return f.dump(cmd)
-		},
+		RunE:    func(cmd *cobra.Command, _ []string) error { return f.dump(cmd) },
 	}
 
 	f.store.addKubeTo(cmd)
