@@ -101,11 +101,8 @@ func (d daemonFlags) one(ctx context.Context) (status.Report, error) {
 	if err != nil || len(r.Networks) == 0 {
 		return r, err
 	}
-	var names []string
-	for _, n := range r.Networks {
-		names = append(names, n.Name)
-	}
-	return r, openError{fmt.Errorf("this daemon serves several networks: choose one of %s with --%s", strings.Join(names, ", "), networkFlag)}
+	names := strings.Join(networkNames(r), ", ")
+	return r, openError{fmt.Errorf("this daemon serves several networks: choose one of %s with --%s", names, networkFlag)}
 }
 
 // fetch asks the daemon at the URL base for its report about one network. If network is empty, a

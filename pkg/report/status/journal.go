@@ -25,30 +25,27 @@ type Event struct {
 // Journal keeps the most recent log messages, except those with a verbosity above 0. It is
 // safe for concurrent use.
 type Journal struct {
+	size int
+
 	mu     sync.Mutex
-	events []Event // used as a ring once it is full
-	next   int     // index of the oldest event once the ring is full; 0 before
+	events []Event // oldest first
 }
 
 // NewJournal returns a journal that keeps the latest size messages, but at least one.
-func NewJournal(size int) *Journal { return &Journal{events: make([]Event, 0, max(size, 1))} }
+func NewJournal(size int) *Journal { return &Journal{size: max(size, 1)} }
 
 // Events returns the kept messages, oldest first.
 func (j *Journal) Events() []Event {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	return append(append([]Event{}, j.events[j.next:]...), j.events[:j.next]...)
+	return append([]Event{}, j.events...) // not nil
 }
 
 func (j *Journal) add(e Event) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if len(j.events) < cap(j.events) {
-		j.events = append(j.events, e)
-		return
-	}
-	j.events[j.next] = e
-	j.next = (j.next + 1) % len(j.events)
+	j.events = append(j.events, e)
+	j.events = j.events[max(0, len(j.events)-j.size):]
 }
 
 // Logger returns a logger that writes each message to j and to the given logger. Both get only the beginning

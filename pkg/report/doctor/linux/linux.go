@@ -234,8 +234,10 @@ func HasPods(subnets []netip.Prefix) bool {
 	})
 }
 
+func ruleList() ([]netlink.Rule, error) { return netlink.RuleList(netlink.FAMILY_ALL) }
+
 func rules() ([]doctor.Rule, error) {
-	list, err := dump(func() ([]netlink.Rule, error) { return netlink.RuleList(netlink.FAMILY_ALL) })
+	list, err := dump(ruleList)
 	if err != nil {
 		return nil, err
 	}
