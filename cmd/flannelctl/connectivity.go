@@ -125,9 +125,7 @@ func (f *connectivityFlags) test(ctx context.Context) (c connectivity, err error
 
 	args := []string{"probe", "gateway"}
 	for _, p := range targets {
-		for _, ip := range p.IPs {
-			args = append(args, ip.String())
-		}
+		args = append(args, oneline.Strings(p.IPs)...)
 	}
 	var services []string
 	for _, a := range addrs {

@@ -17,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 	"sigs.k8s.io/yaml"
 
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
@@ -136,13 +137,7 @@ func follow(ctx context.Context, w io.Writer, pause time.Duration, look func() s
 }
 
 // list joins values with commas.
-func list[T fmt.Stringer](values []T) string {
-	texts := make([]string, 0, len(values))
-	for _, v := range values {
-		texts = append(texts, v.String())
-	}
-	return strings.Join(texts, ",")
-}
+func list[T fmt.Stringer](values []T) string { return strings.Join(oneline.Strings(values), ",") }
 
 func dash(s string) string { return cmp.Or(s, "-") }
 

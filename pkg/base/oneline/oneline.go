@@ -57,6 +57,15 @@ func List(texts []string, sep string) string {
 	return strings.Join(texts, sep)
 }
 
+// Strings returns the texts of values.
+func Strings[T fmt.Stringer](values []T) []string {
+	texts := make([]string, 0, len(values))
+	for _, v := range values {
+		texts = append(texts, v.String())
+	}
+	return texts
+}
+
 // longest is the number of bytes that Cut leaves of a text.
 const longest = 1000
 

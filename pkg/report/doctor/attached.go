@@ -16,21 +16,16 @@ type Attached struct{ Dev, What string }
 // attached returns what may be the reason why peers do not answer, if none of others is. Hosts that work, such as those
 // with Cilium, also have filters and programs at their devices, so these alone are no problem.
 func (h Facts) attached(others []Finding) (found []Finding) {
-	var silent []netip.Prefix
-	var names []string
-	for _, s := range h.Silent {
-		if !slices.ContainsFunc(others, func(f Finding) bool { return f.Concerns(s) }) {
-			silent = append(silent, s)
-			names = append(names, s.String())
-		}
-	}
+	silent := slices.DeleteFunc(slices.Clone(h.Silent), func(s netip.Prefix) bool {
+		return slices.ContainsFunc(others, func(f Finding) bool { return f.Concerns(s) })
+	})
 	if len(silent) == 0 {
 		return nil
 	}
 
 	for _, a := range h.Attached {
 		found = append(found, Finding{
-			Problem: fmt.Sprintf("%s at %s may drop packets: no answer from %s", a.What, a.Dev, oneline.List(names, ", ")),
+			Problem: fmt.Sprintf("%s at %s may drop packets: no answer from %s", a.What, a.Dev, oneline.List(oneline.Strings(silent), ", ")),
 			Fix:     fmt.Sprintf("tc -s qdisc show dev %[1]s; tc filter show dev %[1]s ingress; tc filter show dev %[1]s egress; bpftool net show dev %[1]s", a.Dev),
 			Serious: true, Subnets: silent,
 		})

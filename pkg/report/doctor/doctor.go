@@ -199,15 +199,7 @@ func (h Facts) peers(found finder) {
 		"flannelctl status has all reasons; if the host of a lease is gone: flannelctl revoke LEASE")
 	h.peersIn(found, status.Missing, "the kernel lacks objects for %s", "flannelctl status names the objects; journalctl -u flanneld")
 
-	var reserved []string
-	var subnets []netip.Prefix
-	for _, p := range h.Report.Peers {
-		if p.State == status.Reserved {
-			reserved = append(reserved, p.Key)
-			subnets = append(subnets, p.Subnets...)
-		}
-	}
-	if len(reserved) > 0 {
+	if reserved, subnets := h.in(status.Reserved); len(reserved) > 0 {
 		f := note("reserved, and not taken yet, unless by a host with udp or a cloud: "+oneline.List(reserved, ", "),
 			"start flanneld on the host; if it is gone: flannelctl unreserve SUBNET")
 		f.Subnets = subnets
@@ -215,10 +207,8 @@ func (h Facts) peers(found finder) {
 	}
 }
 
-// peersIn finds all peers with a state together.
-func (h Facts) peersIn(found finder, state status.State, problem, fix string) {
-	var names []string
-	var subnets []netip.Prefix
+// in returns the names of all peers with a state, with their errors, and their subnets.
+func (h Facts) in(state status.State) (names []string, subnets []netip.Prefix) {
 	for _, p := range h.Report.Peers {
 		if p.State != state {
 			continue
@@ -230,7 +220,12 @@ func (h Facts) peersIn(found finder, state status.State, problem, fix string) {
 		names = append(names, name)
 		subnets = append(subnets, p.Subnets...)
 	}
+	return names, subnets
+}
 
+// peersIn finds all peers with a state together.
+func (h Facts) peersIn(found finder, state status.State, problem, fix string) {
+	names, subnets := h.in(state)
 	switch len(names) {
 	case 0:
 	case 1:

@@ -161,15 +161,11 @@ func (h Facts) ways(found finder) {
 	}
 
 	for _, f := range reasons {
-		var names []string
-		for _, s := range f.Subnets {
-			names = append(names, s.String())
-		}
 		reach := "do not reach"
 		if !f.Serious {
 			reach = "may not reach"
 		}
-		f.Problem = fmt.Sprintf("pods %s %s: %s", reach, oneline.List(names, ", "), f.Problem)
+		f.Problem = fmt.Sprintf("pods %s %s: %s", reach, oneline.List(oneline.Strings(f.Subnets), ", "), f.Problem)
 		found(f)
 	}
 }

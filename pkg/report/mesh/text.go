@@ -7,6 +7,8 @@ import (
 	"io"
 	"strings"
 	"text/tabwriter"
+
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 )
 
 const (
@@ -80,11 +82,7 @@ func legend() string {
 
 // String returns the name of the host with its addresses.
 func (h Host) String() string {
-	parts := []string{h.Name}
-	for _, a := range h.PublicIPs {
-		parts = append(parts, a.String())
-	}
-	return strings.Join(parts, " ")
+	return strings.Join(append([]string{h.Name}, oneline.Strings(h.PublicIPs)...), " ")
 }
 
 // Text writes the matrix for a terminal. With wide all cells have words. Without it, of more than maxLetters hosts only
