@@ -3,9 +3,8 @@
 // Package pathmtu finds the size of the largest packet that passes to each peer, with echo requests that
 // must not be fragmented. It needs no ICMP error of a router.
 //
-//   - pathmtu.go creates the Prober, and runs the checks.
+//   - pathmtu.go has the Prober, with the paths to all peers and what is known of them.
 //   - check.go checks one path: it finds a smaller size, or a larger one again.
-//   - prober.go has the paths to all peers, what is known of them, and reports changes of their sizes.
 //
 // The package changes nothing: its user asks for the sizes and sets them.
 package pathmtu
@@ -14,6 +13,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
@@ -38,6 +38,67 @@ const (
 	// some of Rate too.
 	searchesAtOnce = 4
 )
+
+// Path is the way from this host to one subnet of a peer.
+type Path struct {
+	Subnet   netip.Prefix
+	Device   string     // through which the packets leave
+	From, To netip.Addr // addresses of the requests: of this host, and of the peer's device
+	PublicIP netip.Addr // of the peer
+	Full     int        // MTU of the device in bytes
+	Least    int        // smallest size in bytes that the path may get; not less than the family of the addresses allows
+}
+
+// state is the present knowledge of a path. Only its check changes size and raised, and locks the Prober to write
+// size, which others read.
+type state struct {
+	key    string
+	path   Path
+	size   int       // of the largest packet that passes, in bytes
+	raised time.Time // time of the last attempt to find a larger size, or of the last change
+	gone   bool
+	// searches limits the searches of a path that changes all the time, which would otherwise use up the packets
+	// that all paths may send.
+	searches *rate.Limiter
+}
+
+// Change is a change of the size of a path.
+type Change struct {
+	Key string // of the peer's lease
+	Path
+	Before, Now int // sizes in bytes
+}
+
+// Config configures a Prober.
+type Config struct {
+	Limit *rate.Limiter
+	// Before has the sizes that an earlier prober has found. A path begins with its size in Before, so
+	// that a restart never sends larger packets than the path is known to carry. NewProber takes
+	// ownership of the map.
+	Before map[netip.Prefix]int
+	// Resized is called when the size of a path has changed: Take returns the key of its peer from then on.
+	// Resized is required, and must not call the Prober, which is locked.
+	Resized func()
+	// Changed is called after each change, unless many paths change at once. It may be nil.
+	Changed func(Change)
+}
+
+// Prober keeps the sizes of the paths to all peers. Its methods are safe for concurrent use.
+type Prober struct {
+	Config
+	// echo reports whether a packet is answered within patience. Tests replace it.
+	echo func(ctx context.Context, p Path, size int, patience time.Duration) (rtt time.Duration, ok bool)
+
+	order    *schedule.Queue[*state] // paths that were never checked come first
+	reports  *loglimit.Changes
+	searches chan struct{} // has an element for each search that is under way
+
+	mu      sync.Mutex
+	paths   map[netip.Prefix]*state
+	peers   map[string][]Path   // by key of the lease
+	resized map[string]struct{} // keys for Take
+	found   map[string]int      // last size that a search has found, by device
+}
 
 // NewLimit returns the limit for all probers of a host. It spreads the packets evenly.
 func NewLimit() *rate.Limiter { return rate.NewLimiter(Rate, 1) }
@@ -75,5 +136,141 @@ func echoes(pinger *ping.Pinger) func(ctx context.Context, p Path, size int, pat
 			})
 		}
 		return rtt, err == nil
+	}
+}
+
+// Aim replaces the paths to the peer with that key, and takes ownership of paths. The caller passes no
+// paths if the peer is gone. A path that differs is checked soon. Until then it has the size of the former
+// path to the subnet.
+func (p *Prober) Aim(key string, paths []Path) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if slices.Equal(p.peers[key], paths) {
+		return
+	}
+
+	for _, old := range p.peers[key] {
+		if s := p.paths[old.Subnet]; s != nil && s.key == key && !slices.Contains(paths, old) {
+			p.remove(s)
+			p.Before[old.Subnet] = s.size // another lease may get the subnet next
+		}
+	}
+
+	delete(p.peers, key)
+	if len(paths) > 0 {
+		p.peers[key] = paths
+	}
+
+	for _, path := range paths {
+		if s := p.paths[path.Subnet]; s != nil && s.path == path {
+			s.key = key
+		} else {
+			p.add(key, path)
+		}
+	}
+}
+
+// The caller holds p.mu.
+func (p *Prober) remove(s *state) {
+	s.gone = true
+	p.order.Remove(s)
+	delete(p.paths, s.path.Subnet)
+}
+
+// add replaces another path to the same subnet, and takes over its size. The caller holds p.mu.
+func (p *Prober) add(key string, path Path) {
+	s := &state{
+		key: key, path: path, size: path.Full, raised: time.Now(),
+		searches: rate.NewLimiter(rate.Every(searchEvery), searchBurst),
+	}
+	before := p.Before[path.Subnet]
+	delete(p.Before, path.Subnet)
+	if other := p.paths[path.Subnet]; other != nil {
+		before = other.size
+		s.searches = other.searches
+		p.remove(other)
+	}
+	if before >= path.Least && before < path.Full {
+		s.size = before
+	}
+
+	p.paths[path.Subnet] = s
+	p.order.Add(s, time.Time{})
+}
+
+// Retain calls the function is with the key of each peer, and removes the peer if the result is false. The
+// Prober is locked during these calls.
+func (p *Prober) Retain(is func(key string) bool) {
+	p.mu.Lock()
+	var gone []string
+	for key := range p.peers {
+		if !is(key) {
+			gone = append(gone, key)
+		}
+	}
+	p.mu.Unlock()
+	for _, key := range gone {
+		p.Aim(key, nil)
+	}
+}
+
+// Size returns the size in bytes of the largest packet that passes to a subnet. It returns 0 if that is the
+// MTU of the device, or if there is no path to the subnet.
+func (p *Prober) Size(subnet netip.Prefix) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if s := p.paths[subnet]; s != nil && s.size < s.path.Full {
+		return s.size
+	}
+	return 0
+}
+
+// Take returns, in any order, the keys of the peers with a path whose size has changed since the last
+// call.
+func (p *Prober) Take() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var keys []string
+	for key := range p.resized {
+		keys = append(keys, key)
+	}
+	clear(p.resized)
+	return keys
+}
+
+// set returns false if the path is gone.
+func (p *Prober) set(s *state, size int) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if s.gone {
+		return false
+	}
+	if s.size != size {
+		s.size = size
+		s.raised = time.Now()
+		p.resized[s.key] = struct{}{}
+		p.Resized()
+	}
+	return true
+}
+
+// tell reports a change of a path's size, unless many paths change at once.
+func (p *Prober) tell(ctx context.Context, c Change) {
+	log, reported := p.reports.Next(klog.FromContext(ctx))
+	if !reported {
+		return
+	}
+
+	log = log.WithValues("peer", c.Key, "subnet", c.Subnet, "publicIP", c.PublicIP, "mtu", c.Now, "before", c.Before, "device", c.Full)
+	switch {
+	case c.Now == c.Full:
+		log.Info("the path to a peer carries packets of the full MTU again")
+	case c.Now > c.Before:
+		log.Info("the path to a peer carries larger packets than before")
+	default:
+		log.Info("the path to a peer carries only smaller packets: the MTU of its route is lowered")
+	}
+	if p.Changed != nil {
+		p.Changed(c)
 	}
 }
