@@ -161,7 +161,7 @@ func load(path string) (*libcni.NetworkConfigList, error) {
 	if err != nil {
 		return nil, err
 	}
-	return libcni.ConfListFromConf(one)
+	return libcni.NetworkConfFromBytes(fmt.Appendf(nil, `{"name":%q,"cniVersion":%q,"plugins":[%s]}`, one.Network.Name, one.Network.CNIVersion, text))
 }
 
 // serves reports whether a plugin is flannel's and reads the file with one of these subnets.

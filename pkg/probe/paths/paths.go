@@ -63,8 +63,8 @@ const (
 // Parts returns the parts that can be broken.
 func Parts() []Part { return []Part{Underlay, Tunnel, MTU, Checksum} }
 
-// Verdict is the result of a check of one path: what passes. Its JSON, and that of Path, Result and Outcome, are parts
-// of a stable interface, that of status.Report.
+// Verdict is the result of a check of one path. Its JSON, and that of Path, Result and Outcome, are parts of a stable
+// interface, that of status.Report.
 type Verdict struct {
 	OK      bool    `json:"ok"`
 	RTT     float64 `json:"rttMilliseconds,omitempty"` // of a packet in the network; zero if there was no answer

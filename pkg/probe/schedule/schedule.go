@@ -12,7 +12,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
-// Queue has the values that wait for a check, by the time when that is due. It is safe for concurrent use.
+// Queue contains values that wait for a check, by the time when that is due. It is safe for concurrent use.
 type Queue[T comparable] struct {
 	added wait.Signal // another value is the first
 
