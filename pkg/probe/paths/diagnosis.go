@@ -12,8 +12,6 @@ import (
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/probe/ping"
 )
@@ -198,14 +196,8 @@ func knock(ctx context.Context, dst netip.Addr, hops int) error {
 	defer cancel()
 	var d net.Dialer
 	if hops != 0 {
-		level := unix.IPPROTO_IP
-		option := unix.IP_TTL
-		if dst.Is6() {
-			level = unix.IPPROTO_IPV6
-			option = unix.IPV6_UNICAST_HOPS
-		}
 		d.Control = func(_, _ string, c syscall.RawConn) (err error) {
-			failed := c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), level, option, hops) })
+			failed := c.Control(func(fd uintptr) { err = ping.SetHops(int(fd), prefix.FamilyOf(dst), hops) })
 			return cmp.Or(failed, err)
 		}
 	}

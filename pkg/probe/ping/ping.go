@@ -105,6 +105,11 @@ const icmpHeader = 8
 // answer that does not fit, and parse needs only the beginning.
 const leastBuffer = 1500
 
+// SetHops sets the hop limit of packets of a socket of family f.
+func SetHops(fd int, f prefix.Family, hops int) error { return kindOf(f).setHops(fd, hops) }
+
+func (k icmpKind) setHops(fd, hops int) error { return unix.SetsockoptInt(fd, k.level, k.hops, hops) }
+
 // discoverMode sets how a socket treats packets that are larger than the MTU of their path. mode is a
 // value of IP_MTU_DISCOVER, which IPv6 has as well.
 func (k icmpKind) discoverMode(fd, mode int) error {

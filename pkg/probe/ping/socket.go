@@ -138,7 +138,7 @@ func (s *socket) openSender(ctx context.Context, of sender) (*net.IPConn, error)
 			err = unix.BindToDevice(fd, of.device)
 		}
 		if err == nil && of.hops != 0 {
-			err = unix.SetsockoptInt(fd, s.kind.level, s.kind.hops, of.hops)
+			err = s.kind.setHops(fd, of.hops)
 		}
 		if err != nil {
 			return err
