@@ -16,7 +16,6 @@ import (
 	"sync"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
@@ -212,18 +211,17 @@ func diagnose(ctx context.Context, r status.Report, verdicts []verdict) iter.Seq
 		defer checks.Wait()
 		defer stop()
 		checks.Go(func() {
-			group := errgroup.Group{}
-			group.SetLimit(checkAtOnce)
+			slots := make(chan struct{}, checkAtOnce)
 			for i, v := range verdicts {
-				group.Go(func() error {
+				slots <- struct{}{}
+				checks.Go(func() {
+					defer func() { <-slots }()
 					if !v.unserved {
 						v = v.diagnosed(ctx, ways, r.Paths)
 					}
 					results[i] <- v
-					return nil
 				})
 			}
-			_ = group.Wait() // the checks return no errors
 		})
 		for _, result := range results {
 			if !yield(<-result) {
