@@ -63,23 +63,18 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	if done, err := m.update(ctx, pools, c, spare); done || err != nil {
 		return err
 	}
-	l, err := m.listOr(ctx, &m.forAcquire)
+	l, err := m.leases(ctx)
 	if err != nil {
 		return err
 	}
 	err = m.asPermitted(ctx, func(may *rights) error { return m.acquireFrom(ctx, l, pools, c, spare, may) })
-
-	switch {
-	case err == nil:
-		m.forWatch.Store(&l)
-	case passes(err) && !errors.Is(err, errConflict) && len(m.unanswered) == 0:
-		// The list succeeded and only later, small requests failed, so the next try uses l again.
+	if err == nil || passes(err) && !errors.Is(err, errConflict) && len(m.unanswered) == 0 {
+		// If the leases could be read and only later, small requests failed, the next try uses the leases again.
 		// When all hosts start at once, a list for each try would make the store slower.
-		m.forAcquire.Store(&l)
-	default:
-		// The last known state may be wrong, or a write may have changed the store: list all leases at the next try.
-		m.known.Store(nil)
+		return err
 	}
+
+	m.distrust() // the last known state may be wrong, or a write may have changed the store
 	return err
 }
 

@@ -170,7 +170,7 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 	case have.leaseID == 0:
 		return key, nil
 	}
-	return key, a.swap(ctx, "reserve", a.m.dir+key, have.modRevision, clientv3.OpPut(a.m.dir+key, string(have.value)))
+	return key, a.swap(ctx, "reserve", a.m.dir+key, have.modRevision, clientv3.OpPut(a.m.dir+key, "", clientv3.WithIgnoreValue()))
 }
 
 // get returns one key below subnets/, or ErrNotFound, wrapped.

@@ -54,13 +54,10 @@ func (m *Manager) audit(ctx context.Context, cache *leaseCache, sink func(subnet
 	cache.auditAt = time.Time{}
 
 	var wrong []string
-	right := make(map[string]*entry, len(l.entries))
-	for i := range l.entries {
-		is := &l.entries[i]
-		is.value = nil
-		right[is.key] = is
-		if was := cache.entries[is.key]; was == nil || !alike(was, is) {
-			wrong = append(wrong, is.key)
+	right := byKey(l.entries)
+	for key, is := range right {
+		if was := cache.entries[key]; was == nil || !alike(was, is) {
+			wrong = append(wrong, key)
 		}
 	}
 	for key := range cache.entries {

@@ -5,7 +5,6 @@ package etcd
 import (
 	"net/netip"
 	"slices"
-	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
@@ -19,7 +18,7 @@ type entry struct {
 	subnets                     []netip.Prefix // from the key; nil if the key cannot be read
 	lease                       subnet.Lease   // if err is nil
 	err                         error          // why the lease cannot be read
-	value                       []byte
+	sum                         uint64         // hash of the value; zero: the entry comes from the last known state
 	createRevision, modRevision int64
 	leaseID                     clientv3.LeaseID // zero: a reservation
 }
@@ -35,10 +34,8 @@ func (e *entry) is(modRevision int64, lease clientv3.LeaseID) bool {
 
 // listing contains all leases at one revision, sorted by key.
 type listing struct {
-	entries  []entry
-	store    subnet.StoreID
-	read     time.Time
-	restored bool // it is the last known state, brought up to date: most entries have no value
+	entries []entry
+	store   subnet.StoreID
 }
 
 // identity returns the address by which a node recognizes its own leases: its public IPv4 address

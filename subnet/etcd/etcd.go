@@ -13,12 +13,12 @@
 //   - Keep: keep.go. Acquire and Keep write this host's lease with write.go, get and renew etcd leases
 //     with grants.go, and encode values with package codec.
 //   - Watch: watch.go, with the cache in leasecache.go, to which events.go applies events.
-//     graceperiod.go tells which leases may come back after an outage. compare.go finds out
-//     whether the store is still the same, restore.go continues from the last known state in
-//     lastknown.go, and audit.go compares that state with a list later.
+//     graceperiod.go tells which leases may come back after an outage, and audit.go compares the
+//     last known state with a list later.
 //   - Network, Networks, Observe and Release, for several networks in one store: networks.go
 //
-// These methods use list.go, which reads leases, stream.go, which watches keys and finds out whether
+// These methods use list.go, which reads leases, restore.go, which finds out whether the store still
+// has the leases of the cache, and brings them up to date, stream.go, which watches keys and finds out whether
 // the server is behind, and request.go, which makes requests and repeats them. All of them share the
 // state of the Manager in manager.go, which uses the types in config.go, entry.go and own.go.
 // client.go owns the connection, login.go logs in, and errors.go explains errors. The Admin, for
@@ -60,7 +60,7 @@ func newManager(cfg Config) *Manager {
 	}
 
 	m.self.Store(&self{})
-	m.known.Store(newLastKnown(cfg))
+	m.cache.Store(newLeaseCache(cfg))
 	m.cfg.Known = subnet.LedgerState{}
 	return m
 }

@@ -36,9 +36,7 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 			continue
 		}
 
-		read := m.entry(ev.Kv)
-		read.value = nil
-		e := &read
+		e := new(m.entry(ev.Kv))
 		switch ev.Type {
 		case mvccpb.DELETE:
 			delete(cache.entries, e.key)

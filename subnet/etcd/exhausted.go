@@ -49,7 +49,7 @@ func (m *Manager) awaitFreeSubnet(ctx context.Context, pools []subnet.Pool, c su
 		return nil
 	}})
 	if errors.Is(err, errMaybeFree) || errors.Is(err, errRelist) || inner.Err() != nil && ctx.Err() == nil {
-		m.forAcquire.Store(nil) // Recall may have left a listing from before the change
+		m.distrust() // the cache may be from before the change
 		return nil
 	}
 	return err

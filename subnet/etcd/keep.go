@@ -114,7 +114,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 	if err != nil {
 		return 0, false, fmt.Errorf("renew this host's lease: %w", err)
 	}
-	if string(found.value) == string(own.value) {
+	if found.sum == own.sum() {
 		return max(checked, m.own.revision), false, nil
 	}
 	logger.Info("this host's lease was changed, written again")

@@ -3,32 +3,123 @@
 package etcd
 
 import (
+	"maps"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
+	clientv3 "go.etcd.io/etcd/client/v3"
+
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
-// leaseCache is the copy of the store's leases that Watch keeps.
+// leaseCache is what the manager remembers of the leases in the store. It begins with the last known state of an
+// earlier run. Recall and Acquire leave in it what they have listed or brought up to date. Watch takes it, keeps it up
+// to date, and leaves it to the next Watch:
+//
+//	last known state --restore, list--> read by Recall or Acquire --resume--> followed by Watch
+//	       |                                                                     ^
+//	       +------------------------------restore, list--------------------------+
+//
+// Only Watch changes a cache, after it has taken it. The zero leaseCache knows nothing.
 type leaseCache struct {
-	entries        map[string]*entry // by key, without their values
-	store          subnet.StoreID    // the cache has the leases of exactly this revision; 0: there was no list yet
-	configRevision int64             // revision up to which the configuration is known
-	stale          bool              // the leases must be listed before the next watch
-	another        bool              // the store is another one than that of the former cache, even if both have the same id
+	entries map[string]*entry // by key
+	store   subnet.StoreID    // the cache has the leases of exactly this revision; 0: nothing is known
+	read    time.Time         // when the store had exactly these leases; zero if a request has to find out whether it has
+	stale   bool              // the leases must be listed before they are used again
+	another bool              // the store is another one than that of the former cache, even if both have the same id, and Watch has not published that yet
+	// marked is the number of leases that the store had, according to a last known state which the store has not
+	// confirmed yet. It is zero in all other caches.
+	marked         int64
+	configRevision int64 // revision up to which the configuration is known
 	// auditAt is when to audit a cache that was restored from the last known state. It is zero if all entries were
 	// read in this run, or an audit has compared them.
 	auditAt time.Time
 	gracePeriod
 }
 
+// newLeaseCache returns a cache with the last known state in cfg. It is empty if the state has no valid mark or
+// revision, a lease that does not match its key or lacks its revision or etcd lease, as in states of earlier
+// versions, or this host's lease among the peers.
+func newLeaseCache(cfg Config) *leaseCache {
+	c := &leaseCache{store: cfg.Known.Store, entries: make(map[string]*entry, len(cfg.Known.Peers)+1)}
+	mark, _, _ := strings.Cut(c.store.Mark, " ") // earlier versions have more in it
+	var err error
+	if c.marked, err = strconv.ParseInt(mark, 10, 64); err != nil || c.store.Revision < 1 {
+		return &leaseCache{}
+	}
+
+	for i := range cfg.Known.Peers {
+		p := &cfg.Known.Peers[i]
+		if !p.HeldUntil.IsZero() { // the store did not have the held peer
+			continue
+		}
+
+		e := lastKnown(p.Lease)
+		named, err := codec.ParseKey(e.key)
+		if err != nil || !slices.Equal(named, e.subnets) || e.key == cfg.Own.Key || e.modRevision == 0 || e.leased() == p.Lease.Permanent {
+			return &leaseCache{}
+		}
+		c.entries[e.key] = e
+	}
+	if cfg.Own.Key != "" {
+		c.entries[cfg.Own.Key] = lastKnown(cfg.Own)
+	}
+	return c
+}
+
+// lastKnown returns the entry of a lease in the last known state. That of this host's lease has no modRevision.
+func lastKnown(l subnet.Lease) *entry {
+	return &entry{
+		key: l.Key, lease: l, subnets: l.Subnets(), leaseID: clientv3.LeaseID(l.LeaseID),
+		createRevision: int64(l.Order), modRevision: int64(l.Claimed),
+	}
+}
+
+// successor returns the cache with the leases l, which replaces c. is is the result of the comparison of c with the
+// store of l.
+func (c *leaseCache) successor(l listing, is comparison) *leaseCache {
+	wentBack := c.store.ID == l.store.ID && l.store.Revision < c.store.Revision
+	return &leaseCache{
+		entries: byKey(l.entries), store: l.store, read: time.Now(), gracePeriod: c.gracePeriod,
+		another: c.another || is == another || wentBack || !c.mayPrecede(l),
+	}
+}
+
+// clone returns a copy that can be changed. The entries do not change.
+func (c *leaseCache) clone() *leaseCache {
+	copied := new(*c)
+	copied.entries = maps.Clone(c.entries)
+	return copied
+}
+
+func byKey(entries []entry) map[string]*entry {
+	all := make(map[string]*entry, len(entries))
+	for i := range entries {
+		all[entries[i].key] = &entries[i]
+	}
+	return all
+}
+
+// listing returns the leases in the cache.
+func (c *leaseCache) listing() listing {
+	l := listing{store: c.store, entries: make([]entry, 0, len(c.entries))}
+	for _, key := range slices.Sorted(maps.Keys(c.entries)) {
+		l.entries = append(l.entries, *c.entries[key])
+	}
+	return l
+}
+
 func (c *leaseCache) count() int64 { return int64(len(c.entries)) }
 
 // newest returns the entry that was written last, or nil if there is none.
-func newest(entries map[string]*entry) (last *entry) {
-	for _, e := range entries {
-		if last == nil || e.modRevision > last.modRevision {
+func (c *leaseCache) newest() (last *entry) {
+	var revision int64
+	for _, e := range c.entries {
+		if e.modRevision > revision {
+			revision = e.modRevision
 			last = e
 		}
 	}
@@ -36,8 +127,18 @@ func newest(entries map[string]*entry) (last *entry) {
 }
 
 // mayPrecede reports whether the cache may be an earlier state of the store that has the leases l.
-// This requires that the cache has all entries of l that were written up to its revision.
+//
+// This requires that the cache has all entries of l that were written up to its revision. A last known state may lack
+// some, so it is enough if l has one of its leases, or it has none: otherwise the store was replaced or emptied. The
+// revision does not always show that, because it may be later than the last known one, and the history of the store
+// may not go back to that one.
 func (c *leaseCache) mayPrecede(l listing) bool {
+	if c.marked != 0 {
+		return len(c.entries) == 0 || slices.ContainsFunc(l.entries, func(e entry) bool {
+			known := c.entries[e.key]
+			return known != nil && known.createRevision == e.createRevision
+		})
+	}
 	return !slices.ContainsFunc(l.entries, func(e entry) bool {
 		known := c.entries[e.key]
 		return e.modRevision <= c.store.Revision && (known == nil || !known.is(e.modRevision, e.leaseID))

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"hash/maphash"
 	"sync"
 	"time"
 
@@ -18,6 +19,9 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
+// seed is that of entry.sum.
+var seed = maphash.MakeSeed()
+
 // keyOf returns the last component of the key of a lease.
 func (m *Manager) keyOf(kv *mvccpb.KeyValue) string {
 	return string(bytes.TrimPrefix(kv.Key, []byte(m.dir)))
@@ -26,7 +30,7 @@ func (m *Manager) keyOf(kv *mvccpb.KeyValue) string {
 func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 	e := entry{
 		key:            m.keyOf(kv),
-		value:          kv.Value,
+		sum:            maphash.Bytes(seed, kv.Value),
 		createRevision: kv.CreateRevision,
 		modRevision:    kv.ModRevision,
 		leaseID:        clientv3.LeaseID(kv.Lease),
@@ -76,7 +80,7 @@ func (m *Manager) listAt(ctx context.Context, revision int64) (listing, error) {
 			return listing{}, fmt.Errorf("list leases: %w", err)
 		}
 		if l.entries == nil {
-			l = listing{entries: make([]entry, 0, page.Count), store: storeID(page.Header), read: time.Now()}
+			l = listing{entries: make([]entry, 0, page.Count), store: storeID(page.Header)}
 			if revision != 0 {
 				l.store.Revision = revision
 			}

@@ -27,19 +27,13 @@ type Manager struct {
 	// writing guards own and unanswered: it contains an element while a goroutine uses them.
 	writing    chan struct{}
 	own        ownLease
-	unanswered []ownLease           // writes of this host's key since own was set, without an answer: the store may have executed one of them, or may still do so
-	self       atomic.Pointer[self] // this host's part of the store; never nil
-	// forAcquire and forWatch contain a listing that one method has just read, for the next Acquire or Watch. A
-	// start needs three listings, and thousands of leases take time. If the leases have changed since
-	// the listing, a compare-and-swap fails or the watch brings the change.
-	forAcquire, forWatch atomic.Pointer[listing]
-	cache                atomic.Pointer[leaseCache]    // the cache of a Watch that has ended, for the next Watch
-	known                atomic.Pointer[lastKnown]     // see restore
-	replaced             atomic.Bool                   // the store is not the one of the earlier run, and Watch has not published that yet
-	exhausted            atomic.Pointer[exhaustedPool] // see awaitFreeSubnet
-	resumed              atomic.Pointer[subnet.Lease]  // see Resumed
-	slow                 atomic.Bool                   // the last request that the method call made took longer than timing.slow
-	late                 atomic.Int32                  // how many times the deadline of requests is doubled, at most maxLate
+	unanswered []ownLease                    // writes of this host's key since own was set, without an answer: the store may have executed one of them, or may still do so
+	self       atomic.Pointer[self]          // this host's part of the store; never nil
+	cache      atomic.Pointer[leaseCache]    // the leases as the last method knew them, while no Watch has them; never nil
+	exhausted  atomic.Pointer[exhaustedPool] // see awaitFreeSubnet
+	resumed    atomic.Pointer[subnet.Lease]  // see Resumed
+	slow       atomic.Bool                   // the last request that the method call made took longer than timing.slow
+	late       atomic.Int32                  // how many times the deadline of requests is doubled, at most maxLate
 }
 
 var (
@@ -48,11 +42,6 @@ var (
 	_ subnet.Releaser = (*Manager)(nil)
 	_ subnet.Observer = (*Manager)(nil)
 )
-
-// stashTime is the maximum age of a listing that is used again. It is long because a start may be
-// slow: the host is slow, or all hosts use the store at once. In the second case, another list
-// would make the store even slower.
-const stashTime = time.Minute
 
 // Close ends the connection. Methods that are still running return an error. Close does nothing for
 // a manager that Network returned.

@@ -60,15 +60,14 @@ func (m *Manager) configText(ctx context.Context) (text []byte, id subnet.StoreI
 }
 
 // reportConfig reads the configuration, passes it to OnConfig, and records in cache the present
-// revision of the store, because the configuration is known up to that revision. It returns the id
-// and the present revision of the store.
-func (m *Manager) reportConfig(ctx context.Context, cache *leaseCache) (subnet.StoreID, error) {
+// revision of the store, because the configuration is known up to that revision.
+func (m *Manager) reportConfig(ctx context.Context, cache *leaseCache) error {
 	text, id, err := m.configText(ctx)
 	if err == nil {
 		cache.configRevision = id.Revision
 		m.onConfig(text)
 	}
-	return id, err
+	return err
 }
 
 func (m *Manager) onConfig(text []byte) {

@@ -3,6 +3,7 @@
 package etcd
 
 import (
+	"hash/maphash"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
@@ -62,11 +63,13 @@ func (o ownLease) exists() bool { return o.key != "" }
 // after the backup.
 func (o ownLease) isNewerThan(e entry) bool { return e.createRevision < o.create }
 
-// sameAs reports whether a write of o and a write of other leave the same key, value and etcd
-// lease.
-func (o ownLease) sameAs(other ownLease) bool {
-	return o.key == other.key && o.grant.id == other.grant.id && string(o.value) == string(other.value)
+// leaves reports whether a write of o leaves the key, value and etcd lease of e.
+func (o ownLease) leaves(e entry) bool {
+	return o.key == e.key && o.grant.id == e.leaseID && o.sum() == e.sum
 }
+
+// sum returns the entry.sum of the value.
+func (o ownLease) sum() uint64 { return maphash.Bytes(seed, o.value) }
 
 // reservedBy reports whether e is a reservation of the subnets of o. It ignores a family that only
 // one of the two has, because IPv6 may have been enabled or disabled after the reservation.

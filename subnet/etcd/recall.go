@@ -5,62 +5,63 @@ package etcd
 import (
 	"context"
 	"net/netip"
+	"slices"
 
 	"github.com/flanneld/flanneld/subnet"
 )
 
 // Recall finds this host's lease by its public address, or as the lease that was passed to Resumed. If the
-// public address is not known yet, it finds the lease with the subnet that the node had. It leaves its
-// listing to Acquire. See subnet.Manager.
-func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
+// public address is not known yet, it finds the lease with the subnet that the node had. See subnet.Manager.
+func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (c subnet.Claim, err error) {
 	defer m.outage.Forget(sourceLease)
-	var l listing
-	var others []string
-	err := m.retry(ctx, sourceLease, func() (err error) {
-		if l, err = m.listOr(ctx, &m.forAcquire); err == nil {
-			others, err = m.others(ctx, own, l.entries)
+	err = m.retry(ctx, sourceLease, func() error {
+		unlock, err := m.lock(ctx)
+		if err != nil {
+			return err
 		}
+		defer unlock()
+		c, err = m.recall(ctx, own)
 		return err
 	})
+	return c, err
+}
+
+func (m *Manager) recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
+	l, err := m.leases(ctx)
 	if err != nil {
 		return subnet.Claim{}, err
 	}
-	m.forAcquire.Store(&l)
-	known := identity(own).IsValid()
-	relationOf := m.relationTo(own, nil, others)
-	if !known {
-		relationOf = func(e entry) relation {
-			if e.err == nil && overlap(e.subnets, m.previous(own)) {
-				return likely
-			}
-			return foreign
+	before := m.previous(own)
+	if !identity(own).IsValid() {
+		had := func(e entry) bool { return e.err == nil && overlap(e.subnets, before) }
+		if i := slices.IndexFunc(l.entries, had); i >= 0 {
+			return l.entries[i].lease.Claim(), nil
 		}
+		return subnet.Claim{}, nil
 	}
 
-	found := recalled(l.entries, relationOf, m.previous(own))
+	others, err := m.others(ctx, own, l.entries)
+	if err != nil {
+		return subnet.Claim{}, err
+	}
+	relationOf := m.relationTo(own, nil, others)
+	found := recalled(l.entries, relationOf, before)
 	var may *rights
-	if known && found != nil && relationOf(*found) == likely {
+	if found != nil && relationOf(*found) == likely {
 		// The data of another host, such as its VTEP MAC, would make peers refuse this one.
 		if may, err = m.rights(ctx); err == nil {
 			relationOf = m.relationTo(own, may, others)
-			found = recalled(l.entries, relationOf, m.previous(own))
+			found = recalled(l.entries, relationOf, before)
 		}
 	}
 	if found == nil {
 		return subnet.Claim{}, nil
 	}
-	if !known {
-		return found.lease.Claim(), nil
-	}
+
 	if _, pools, err := m.config(ctx); err == nil {
-		unlock, err := m.lock(ctx)
-		if err != nil {
-			return subnet.Claim{}, err
-		}
-		defer unlock()
 		// If another node with the same address may have made the lease, Acquire does not use it,
 		// but takes the subnet that this node had. The data in that lease is not this node's.
-		if p, err := choose(pools, m.previous(own), nil, m.own, relationOf, may, l.entries); err == nil && p.other {
+		if p, err := choose(pools, before, nil, m.own, relationOf, may, l.entries); err == nil && p.other {
 			return subnet.Claim{}, nil
 		}
 	}

@@ -3,64 +3,152 @@
 package etcd
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
-	"sync/atomic"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
-	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/subnet"
 )
 
-// listOr returns the first of these that is available: the listing in s if it is not too old, the
-// last known state brought up to date, or a new list. s is empty afterwards. A new list makes the
-// last known state superfluous, so listOr removes it. If the store is another one, or the new list has
-// none of the last known leases, listOr sets m.replaced, for Watch.
-func (m *Manager) listOr(ctx context.Context, s *atomic.Pointer[listing]) (listing, error) {
-	if l := s.Swap(nil); l != nil && time.Since(l.read) < stashTime {
-		return *l, nil
-	}
+// stashTime is the maximum age of leases that are used again without a request. It is long because a start may be
+// slow: the host is slow, or all hosts use the store at once. In the second case, another list would make the store
+// even slower. If the leases have changed since, a compare-and-swap fails or the watch brings the change.
+const stashTime = time.Minute
 
-	k := m.known.Load()
-	is := unknown
-	if k != nil {
-		var l listing
-		var err error
-		// The last known state stays until Watch has a cache: if the start takes long, it is brought up
-		// to date again.
-		if l, is, err = m.restore(ctx, k); err != nil || is == same {
-			return l, err
+// isFresh reports whether the leases of the cache were read less than stashTime ago, and can be used.
+func (c *leaseCache) isFresh() bool { return !c.stale && time.Since(c.read) < stashTime }
+
+// leases returns all leases, for Recall and Acquire: those of the cache if they were read just now and this host has
+// not written since, those of the cache brought up to date, or those of a new list. It leaves them in the cache,
+// because a start needs all leases three times, and thousands of leases take time. The caller holds the lock.
+func (m *Manager) leases(ctx context.Context) (listing, error) {
+	cache := m.cache.Load()
+	if !cache.isFresh() || m.own.revision > cache.store.Revision {
+		now, err := m.renewed(ctx, cache)
+		if err != nil {
+			return listing{}, err
 		}
-		klog.FromContext(ctx).V(1).Info("the last known leases are not those of the store, reading all", "revision", k.store.Revision)
+		cache = now
+		m.cache.Store(cache)
 	}
-
-	l, err := m.list(ctx)
-	if err == nil && k != nil {
-		m.known.Store(nil)
-		m.replaced.Store(is == another || !k.survivesIn(l))
-	}
-	return l, err
+	return cache.listing(), nil
 }
 
-// restore returns the last known state, with the changes since then. So the store sends only the changes,
-// and not all leases. If the store is not the same, or that is not known, because the revision of the state
-// was compacted, all leases have to be listed.
-func (m *Manager) restore(ctx context.Context, k *lastKnown) (l listing, is comparison, err error) {
-	cache, now, is, err := m.recognizeStore(ctx, k)
-	if err == nil && is == same && now > cache.store.Revision {
-		err = m.catchUp(ctx, cache)
+// renewed returns the cache brought up to date, or a new one from a list if the store is not the same, or that is not
+// known.
+func (m *Manager) renewed(ctx context.Context, cache *leaseCache) (*leaseCache, error) {
+	now, is, err := m.restore(ctx, cache)
+	if err != nil || is == same {
+		return now, err
 	}
+	return m.relist(ctx, cache, is)
+}
+
+// relist lists all leases, and returns the cache that replaces the present one. is is the result of the comparison of
+// the present one with the store.
+func (m *Manager) relist(ctx context.Context, cache *leaseCache, is comparison) (*leaseCache, error) {
+	l, err := m.list(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return cache.successor(l, is), nil
+}
+
+// distrust makes the next call of leases list all leases.
+func (m *Manager) distrust() {
+	cache := new(*m.cache.Load())
+	cache.stale = true
+	m.cache.Store(cache)
+}
+
+// restore returns the cache with the changes since its revision. So the store sends only the changes, and not all
+// leases. If the store is not the same, or that is not known, restore returns no cache.
+func (m *Manager) restore(ctx context.Context, cache *leaseCache) (now *leaseCache, is comparison, err error) {
+	found, present, is, err := m.compare(ctx, cache)
 	if err != nil || is != same {
-		return listing{}, is, err
+		return nil, is, err
 	}
 
-	l = listing{store: cache.store, read: time.Now(), restored: true}
-	for _, key := range slices.Sorted(maps.Keys(cache.entries)) {
-		l.entries = append(l.entries, *cache.entries[key])
+	now = cache.clone()
+	maps.Copy(now.entries, found)
+	now.read = time.Now()
+	if cache.marked != 0 {
+		now.marked = 0
+		now.auditAt = m.firstAudit()
 	}
-	return l, same, nil
+	if present.Revision > cache.store.Revision {
+		err = m.catchUp(ctx, now)
+	}
+	return now, same, err
+}
+
+// comparison is the result of comparing the store with the cache.
+type comparison int
+
+const (
+	unknown comparison = iota // a list is necessary
+	same
+	another // the store is another one, even if the id and the revision are the same
+)
+
+// compare compares the cache with the store as it was at the revision of the cache: the number of leases, and the one
+// that was written last. A store that was emptied, or restored from a backup, and used since may have the same id and
+// the same revision with other leases, but it is unlikely to have that one, because ids of etcd leases are random.
+//
+// The result is unknown if nothing is known or the leases have to be listed anyway, if the revision was compacted, or
+// if leases are missing in the cache. It is another if the store was different, or has not come to that revision. found
+// has the newest entry at that revision, and those whose revision the cache does not know. present is the store as it
+// is now.
+func (m *Manager) compare(ctx context.Context, cache *leaseCache) (found map[string]*entry, present subnet.StoreID, is comparison, err error) {
+	if cache.store.Revision == 0 || cache.stale {
+		return nil, subnet.StoreID{}, unknown, nil
+	}
+
+	at := clientv3.WithRev(cache.store.Revision)
+	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
+	last := cache.newest()
+	for key, e := range cache.entries {
+		if e == last || e.modRevision == 0 {
+			// The requests read the values too, because etcd 3.7 omits the etcd lease if only the key is read.
+			ops = append(ops, clientv3.OpGet(m.dir+key, at))
+		}
+	}
+
+	resp, err := m.txn(ctx, nil, ops...)
+	switch {
+	case errors.Is(err, rpctypes.ErrCompacted): // a watch could not start at that revision either
+		return nil, subnet.StoreID{}, unknown, nil
+	case errors.Is(err, rpctypes.ErrFutureRev): // so it is another store
+		return nil, subnet.StoreID{}, another, nil
+	case err != nil:
+		return nil, subnet.StoreID{}, unknown, err
+	}
+
+	found = map[string]*entry{}
+	for _, r := range resp.Responses[1:] {
+		for _, kv := range r.GetResponseRange().Kvs {
+			e := m.entry(kv)
+			found[e.key] = &e
+		}
+	}
+
+	present = storeID(resp.Header)
+	count := resp.Responses[0].GetResponseRange().Count
+	has := last == nil || found[last.key] != nil && found[last.key].is(last.modRevision, last.leaseID)
+	switch {
+	case !has, count != cmp.Or(cache.marked, cache.count()), present.ID != cache.store.ID:
+		return nil, present, another, nil
+	case count != cache.count(): // leases that could not be read are missing in the last known state
+		return nil, present, unknown, nil
+	}
+	return found, present, same, nil
 }
 
 // catchUp brings a cache to the present revision of its store. It reads the leases that were written since

@@ -14,7 +14,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -359,7 +358,7 @@ func TestRestartWithAFailedList(t *testing.T) {
 			m := f.manager(t, func(c *Config) { c.Known = state })
 			page := m.timing.page
 			m.timing.page = time.Nanosecond
-			if _, err := m.listOr(t.Context(), new(atomic.Pointer[listing])); err == nil {
+			if _, err := m.leases(t.Context()); err == nil {
 				t.Fatal("the list did not fail")
 			}
 			m.timing.page = page
@@ -377,7 +376,7 @@ func TestRestartWithAFailedList(t *testing.T) {
 // recognize its store.
 func recognized(t *testing.T, m *Manager) *leaseCache {
 	t.Helper()
-	cache, _, is, err := m.recognizeStore(t.Context(), m.known.Load())
+	cache, is, err := m.restore(t.Context(), m.cache.Load())
 	if is != same || err != nil {
 		t.Fatalf("the store is %v, want %v (%v)", is, same, err)
 	}
@@ -422,9 +421,9 @@ func TestRestartKnowsAllAtOnce(t *testing.T) {
 
 			f.server = used
 			m := f.manager(t, func(c *Config) { c.Known = state })
-			l, err := m.listOr(t.Context(), new(atomic.Pointer[listing]))
-			if err != nil || !l.restored {
-				t.Fatalf("the listing is the last known state: %v, want true (%v)", l.restored, err)
+			l, err := m.leases(t.Context())
+			if restored := !m.cache.Load().auditAt.IsZero(); err != nil || !restored {
+				t.Fatalf("the listing is the last known state: %v, want true (%v)", restored, err)
 			}
 			have := map[string]string{}
 			for _, e := range l.entries {
@@ -602,17 +601,16 @@ func TestSlowRestartListsNothing(t *testing.T) {
 		}
 		m.timing.request = request
 	}
-	age := func(s *atomic.Pointer[listing]) {
-		if l := s.Swap(nil); l != nil {
-			l.read = l.read.Add(-2 * stashTime)
-			s.Store(l)
-		}
+	age := func(m *Manager) {
+		old := new(*m.cache.Load())
+		old.read = old.read.Add(-2 * stashTime)
+		m.cache.Store(old)
 	}
 	for name, tc := range map[string]struct{ beforeAcquire, beforeWatch func(*testing.T, *Manager) }{
 		"a request gets no answer":              {beforeAcquire: fail},
 		"two requests get no answer":            {beforeAcquire: func(t *testing.T, m *Manager) { fail(t, m); fail(t, m) }},
-		"a request gets no answer for a minute": {beforeAcquire: func(t *testing.T, m *Manager) { fail(t, m); age(&m.forAcquire) }},
-		"the lease comes after minutes":         {beforeWatch: func(_ *testing.T, m *Manager) { age(&m.forWatch) }},
+		"a request gets no answer for a minute": {beforeAcquire: func(t *testing.T, m *Manager) { fail(t, m); age(m) }},
+		"the lease comes after minutes":         {beforeWatch: func(_ *testing.T, m *Manager) { age(m) }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			state := k.savedState(t)
@@ -699,7 +697,7 @@ func TestRestartsComeToTheSame(t *testing.T) {
 			address = "192.0.2.1"
 		}
 		m, _ := k.restart(t, address, nil, withPrevious("10.5.77.0/24"))
-		if m.known.Load() != nil {
+		if m.cache.Load().marked != 0 {
 			t.Fatalf("step %d: the last known state was not used up", step)
 		}
 		want, have := k.stored(t), k.known()

@@ -16,17 +16,17 @@ import (
 // Watch publishes the leases of other nodes. See subnet.Manager.
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	defer m.outage.Forget(sourceWatch)
-	cache := m.cache.Swap(nil)
-	kept := cache != nil // the cache comes from an earlier Watch, and sink has not got it yet
-	if !kept {
-		cache = &leaseCache{}
-	}
+	cache := m.cache.Swap(&leaseCache{}).clone()
+	defer func() { m.cache.Store(cache) }()
 
-	defer m.cache.Store(cache)
+	published := false // sink has got the leases of the cache
 	b := m.backoff()
 	for {
-		err := m.resume(ctx, cache, kept, sink)
-		kept = kept && err != nil
+		next, err := m.resume(ctx, cache, published, sink)
+		if next != nil {
+			cache = next
+			published = true
+		}
 		if err == nil {
 			m.audit(ctx, cache, sink)
 			followed, end := cache.untilAudit(ctx)
@@ -56,81 +56,55 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	}
 }
 
-// resume brings the cache to a revision from which a watch can start. If the store is still the
-// same, the cache stays as it is, and resume publishes it only if kept is true, which means that
-// the cache comes from an earlier Watch. If the store may be another one, resume lists all leases
-// and publishes them. If there was no list yet, it publishes the listing of listOr. It reports the
-// configuration in all cases.
-func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink func(subnet.Update)) error {
-	is, err := m.compare(ctx, cache)
-	if err != nil {
-		return err
+// resume returns a cache of a revision from which a watch can start, and reports the configuration. If sink has got the
+// leases of the cache, and the store is still the same, that is the cache as it is, because the watch brings the
+// changes. Otherwise it has leases that were brought up to date or listed, and resume publishes them.
+func (m *Manager) resume(ctx context.Context, cache *leaseCache, published bool, sink func(subnet.Update)) (*leaseCache, error) {
+	next := cache
+	var err error
+	switch {
+	case published:
+		next, err = m.continued(ctx, cache)
+	case !cache.isFresh():
+		next, err = m.renewed(ctx, cache)
 	}
-	if is == same {
-		cache.contact(time.Now(), m.cfg.margin(m.cfg.TTL), m.timing.gracePeriod)
-		if kept {
-			m.forWatch.Store(nil) // the cache is sufficient
-			sink(cache.update(m.self.Load(), nil))
+	if err != nil {
+		return nil, err
+	}
+
+	next.contact(time.Now(), m.cfg.margin(m.cfg.TTL), m.timing.gracePeriod)
+	if !published || next != cache {
+		var logged map[string]*entry
+		if published {
+			logged = cache.entries
 		}
-		return nil
-	}
+		for key, e := range next.entries {
+			m.logUndecodable(ctx, logged[key], e)
+		}
 
-	list := m.list
-	if cache.store.Revision == 0 { // Acquire may just have left a listing
-		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch) }
-	} else if err := m.client.turn(ctx); err != nil { // usually other hosts have to list as well
-		return err
+		m.client.hosts.Store(next.count())
+		sink(next.update(m.self.Load(), nil))
+		next.read = time.Time{}
+		next.another = false // later updates come from the same store
 	}
-
-	l, err := list(ctx)
-	if err != nil {
-		return err
-	}
-	m.known.Store(nil) // the cache replaces the last known state
-	cache.contact(time.Now(), m.cfg.margin(m.cfg.TTL), m.timing.gracePeriod)
-	old := *cache
-	*cache = leaseCache{
-		entries: make(map[string]*entry, len(l.entries)), store: l.store,
-		another:     m.replaced.Load() || is == another || l.store.ID == old.store.ID && l.store.Revision < old.store.Revision || !old.mayPrecede(l),
-		gracePeriod: old.gracePeriod,
-	}
-	if l.restored {
-		cache.auditAt = m.firstAudit()
-	}
-	if old.store.ID != "" && (cache.another || cache.store.ID != old.store.ID) {
-		was := subnet.StoreID{ID: old.store.ID, Revision: old.store.Revision}
-		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", was, "is", cache.store)
-	}
-
-	for i := range l.entries {
-		l.entries[i].value = nil
-		e := &l.entries[i]
-		cache.entries[e.key] = e
-		m.logUndecodable(ctx, old.entries[e.key], e)
-	}
-
-	m.client.hosts.Store(int64(len(cache.entries)))
-	sink(cache.update(m.self.Load(), nil))
-	m.replaced.Store(false) // later updates come from the same store
-	cache.another = false
-	_, err = m.reportConfig(ctx, cache) // after the list: the watch brings later changes
-	return err
+	return next, m.reportConfig(ctx, next) // after the leases were read: the watch brings later changes
 }
 
-// compare compares the cache with the store as it was at the revision of the cache: the number of keys, and the
-// key that was written last. A store that was emptied, or restored from a backup, and used since may have the
-// same id and the same revision with other leases. compare also reports the configuration, which it reads to
-// know the store's revision. It returns unknown if there was no list yet, if the leases have to be listed
-// anyway, if the store has another id or an earlier revision than the cache, or if the revision was compacted.
-func (m *Manager) compare(ctx context.Context, cache *leaseCache) (comparison, error) {
-	if cache.store.Revision == 0 || cache.stale {
-		return unknown, nil
+// continued returns the cache of a watch that has ended, as it is if the store is still the same. Otherwise it lists
+// all leases.
+func (m *Manager) continued(ctx context.Context, cache *leaseCache) (*leaseCache, error) {
+	_, _, is, err := m.compare(ctx, cache)
+	if err != nil || is == same {
+		return cache, err
 	}
-	head, err := m.reportConfig(ctx, cache)
-	if err != nil || head.ID != cache.store.ID || head.Revision < cache.store.Revision {
-		return unknown, err
+	if err := m.client.turn(ctx); err != nil { // usually other hosts have to list as well
+		return nil, err
 	}
 
-	_, _, is, err := m.compareAt(ctx, cache.store.Revision, cache.count(), cache.entries, "")
-	return is, err
+	next, err := m.relist(ctx, cache, is)
+	if err == nil && (next.another || next.store.ID != cache.store.ID) {
+		was := subnet.StoreID{ID: cache.store.ID, Revision: cache.store.Revision}
+		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", was, "is", next.store)
+	}
+	return next, err
 }

@@ -138,7 +138,7 @@ func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []en
 
 	// A write that the store may still execute requires that this key does not change.
 	pending := len(m.unanswered) > 0
-	if own.grant.id != e.leaseID || string(own.value) != string(e.value) || len(stale) > 0 || pending {
+	if own.grant.id != e.leaseID || own.sum() != e.sum || len(stale) > 0 || pending {
 		revision, err := m.write(ctx, own, e.modRevision, stale)
 		if err != nil {
 			return forgetIfGone(spare, err)
@@ -181,7 +181,8 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 }
 
 func (m *Manager) noteUnanswered(own ownLease) {
-	if !slices.ContainsFunc(m.unanswered, own.sameAs) {
+	written := entry{key: own.key, leaseID: own.grant.id, sum: own.sum()}
+	if m.attempt(written) < 0 {
 		m.unanswered = append(m.unanswered, own)
 	}
 }
@@ -211,8 +212,7 @@ func (m *Manager) isOwn(e entry) bool {
 // attempt returns the index in m.unanswered of the write that has led to e, or -1 if there is none.
 // A write of another node has another etcd lease or, if it is a reservation, another value.
 func (m *Manager) attempt(e entry) int {
-	found := ownLease{key: e.key, value: e.value, grant: grant{id: e.leaseID}}
-	return slices.IndexFunc(m.unanswered, found.sameAs)
+	return slices.IndexFunc(m.unanswered, func(w ownLease) bool { return w.leaves(e) })
 }
 
 // recognize makes e this host's lease if it is the result of an unanswered write of this manager.

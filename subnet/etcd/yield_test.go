@@ -114,7 +114,7 @@ func TestHostsOfOneAndTwoFamiliesShareNoSubnet(t *testing.T) {
 			}
 			rival := `{"PublicIP":"192.0.2.9","PublicIPv6":"2001:db8::9"}`
 			f.put(t, "subnets/"+tc.rival, rival, f.grant(t, 60))
-			m.forAcquire.Store(&before)
+			m.cache.Store(new(leaseCache).successor(before, unknown))
 			l := acquire(t, m, tc.claim)
 			if slices.Contains(subnetsOf(l), netip.MustParsePrefix(tc.wanted)) {
 				t.Errorf("took %s, of which %s was first", l.Key, tc.rival)
@@ -144,7 +144,7 @@ func TestLeaseStaysUntilAnotherReplacesIt(t *testing.T) {
 		t.Fatal(err)
 	}
 	first := f.put(t, "subnets/10.5.201.0-24&fd00:10:5:77::-64", `{"PublicIP":"192.0.2.9","PublicIPv6":"2001:db8::9"}`, f.grant(t, 60))
-	m.forAcquire.Store(&before)
+	m.cache.Store(new(leaseCache).successor(before, unknown))
 
 	dual := claim("192.0.2.1", "2001:db8::1")
 	dual.Endpoints[0].Subnet = v4.Endpoints[0].Subnet
