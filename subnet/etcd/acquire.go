@@ -27,8 +27,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 	if err != nil {
 		return subnet.Lease{}, fmt.Errorf("acquire lease: %w", err)
 	}
-	var spare grant
-	defer func() { m.revoke(ctx, spare) }()
+	defer m.discardSpare(ctx)
 	var own subnet.Lease
 	err = m.retry(ctx, sourceLease, func() error {
 		if err := m.awaitFreeSubnet(ctx, pools, c); err != nil {
@@ -39,7 +38,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 			return err
 		}
 		defer unlock()
-		if err := m.acquire(ctx, pools, c, &spare); err != nil {
+		if err := m.acquire(ctx, pools, c); err != nil {
 			return fmt.Errorf("acquire lease: %w", err)
 		}
 		own = m.own.lease()
@@ -59,15 +58,15 @@ func check(cfg subnet.Config, c subnet.Claim) error {
 	return nil
 }
 
-func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) error {
-	if done, err := m.update(ctx, pools, c, spare); done || err != nil {
+func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Claim) error {
+	if done, err := m.update(ctx, pools, c); done || err != nil {
 		return err
 	}
 	l, err := m.leases(ctx)
 	if err != nil {
 		return err
 	}
-	err = m.asPermitted(ctx, func(may *rights) error { return m.acquireFrom(ctx, l, pools, c, spare, may) })
+	err = m.asPermitted(ctx, func(may *rights) error { return m.acquireFrom(ctx, l, pools, c, may) })
 	if err == nil || passes(err) && !errors.Is(err, errConflict) && len(m.unanswered) == 0 {
 		// If the leases could be read and only later, small requests failed, the next try uses the leases again.
 		// When all hosts start at once, a list for each try would make the store slower.
@@ -78,9 +77,8 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	return err
 }
 
-// acquireFrom takes or renews this host's lease, given a listing that may be up to stashTime old. spare is
-// the etcd lease for all tries of one Acquire: see ensureGrant.
-func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Pool, c subnet.Claim, spare *grant, may *rights) error {
+// acquireFrom takes or renews this host's lease, given a listing that may be up to stashTime old.
+func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Pool, c subnet.Claim, may *rights) error {
 	for _, e := range l.entries {
 		m.recognize(ctx, e)
 	}
@@ -118,10 +116,10 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 	case err != nil:
 		return err
 	case p.keep == nil:
-		return m.create(ctx, own, l.store.Revision, p.stale, spare)
+		return m.create(ctx, own, l.store.Revision, p.stale)
 	}
 
-	if err := m.refresh(ctx, *p.keep, own, p.stale, spare); err != nil {
+	if err := m.refresh(ctx, *p.keep, own, p.stale); err != nil {
 		return err
 	}
 	logDeleted(ctx, p.stale, own)
@@ -144,7 +142,7 @@ func (m *Manager) previous(c subnet.Claim) []netip.Prefix {
 // pools, the store has that lease as the manager wrote it, and no other write is unanswered. Otherwise done
 // is false, and update changes nothing. It does not list other leases, because after a change of the network
 // configuration all hosts call it at once.
-func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) (done bool, err error) {
+func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Claim) (done bool, err error) {
 	have := m.own.claim.Subnets()
 	if !m.own.exists() || len(m.unanswered) > 0 || !slices.Equal(have, c.Subnets()) || !fits(pools, have) {
 		return false, nil
@@ -162,5 +160,5 @@ func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Clai
 	if err != nil {
 		return false, err
 	}
-	return true, m.refresh(ctx, *found, own, nil, spare)
+	return true, m.refresh(ctx, *found, own, nil)
 }

@@ -13,30 +13,29 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
-// ensureGrant requests an etcd lease and puts it into spare, unless spare is one already. If a
+// ensureGrant requests an etcd lease and puts it into m.spare, unless there is one already. If a
 // request fails, the next one has the same id, so that the store does not get a second etcd lease.
-// A spare etcd lease belongs to the caller until a key uses it.
-func (m *Manager) ensureGrant(ctx context.Context, spare *grant) error {
-	if spare.ttl != 0 {
+func (m *Manager) ensureGrant(ctx context.Context) error {
+	if m.spare.ttl != 0 {
 		return nil
 	}
-	if spare.id == 0 {
-		spare.id = clientv3.LeaseID(1 + rand.Int64N(math.MaxInt64))
-		m.claimGrant(spare.id)
+	if m.spare.id == 0 {
+		m.spare.id = clientv3.LeaseID(1 + rand.Int64N(math.MaxInt64))
+		m.claimGrant(m.spare.id)
 	}
 	return m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		start := time.Now()
-		ttl, err := grantLease(ctx, c, spare.id, m.cfg.TTL)
+		ttl, err := grantLease(ctx, c, m.spare.id, m.cfg.TTL)
 		if err == nil {
-			*spare = newGrant(spare.id, start, ttl)
+			m.spare = newGrant(m.spare.id, start, ttl)
 		}
 		return err
 	})
 }
 
 // grantFor renews the etcd lease id, and returns it. If it is zero or gone, or has another TTL,
-// grantFor returns spare, which it requests if necessary.
-func (m *Manager) grantFor(ctx context.Context, id clientv3.LeaseID, spare *grant) (grant, error) {
+// grantFor returns m.spare, which it requests if necessary.
+func (m *Manager) grantFor(ctx context.Context, id clientv3.LeaseID) (grant, error) {
 	if id != 0 {
 		g, err := m.renew(ctx, id)
 		if err != nil && !errors.Is(err, rpctypes.ErrLeaseNotFound) {
@@ -48,17 +47,8 @@ func (m *Manager) grantFor(ctx context.Context, id clientv3.LeaseID, spare *gran
 			return g, nil
 		}
 	}
-	err := m.ensureGrant(ctx, spare)
-	return *spare, err
-}
-
-// forgetIfGone makes spare the zero grant if err means that the store does not have that etcd lease
-// any more. It returns err.
-func forgetIfGone(spare *grant, err error) error {
-	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
-		*spare = grant{}
-	}
-	return err
+	err := m.ensureGrant(ctx)
+	return m.spare, err
 }
 
 // renew renews an etcd lease. It returns rpctypes.ErrLeaseNotFound, wrapped, if the store does not have it any more.
@@ -90,9 +80,15 @@ func (m *Manager) discard(ctx context.Context, id clientv3.LeaseID) {
 	})
 }
 
-// revoke revokes g unless a key uses it, even if ctx has ended. It waits for a second at most.
-func (m *Manager) revoke(ctx context.Context, g grant) {
+// discardSpare revokes m.spare unless a key uses it, even if ctx has ended. It waits for a second at most.
+func (m *Manager) discardSpare(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
 	defer cancel()
-	m.discard(ctx, g.id)
+	unlock, err := m.lock(ctx)
+	if err != nil {
+		return
+	}
+	defer unlock()
+	m.discard(ctx, m.spare.id)
+	m.spare = grant{}
 }

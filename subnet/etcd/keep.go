@@ -26,42 +26,25 @@ var errOwnChanged = errors.New("own key has changed")
 // subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	defer m.outage.Forget(sourceLease)
-	b := m.backoff()
+	defer m.discardSpare(ctx)
 	restores := wait.Backoff{
 		Least: m.timing.restoreMin, Most: m.timing.restored,
 		Share: 0.5, Forget: 10 * m.timing.restored,
 	}
-	var spare grant // an etcd lease that no key uses yet, for all tries until one succeeds
-	defer func() { m.revoke(ctx, spare) }()
-
 	for {
-		checked, restored, err := m.ensure(ctx, own, &spare)
-		if err == nil { // an etcd lease that is still in spare was not needed
-			m.revoke(ctx, spare)
-			spare = grant{}
-		}
-
-		switch {
-		case err != nil:
-		case restored:
-			// Two programs that overwrite each other's value must not do so in a tight loop.
-			err = restores.Wait(ctx, 0)
-
-		default:
-			err = m.await(ctx, checked)
-		}
-
-		switch {
-		case ctx.Err() != nil:
-			return ctx.Err()
-		case err == nil || errors.Is(err, errOwnChanged):
-			continue
-		case !passes(err):
-			return err
-		}
-
-		m.report(ctx, sourceLease, err)
-		if err := b.Wait(ctx, 0); err != nil {
+		err := m.retry(ctx, sourceLease, func() error {
+			checked, restored, err := m.ensure(ctx, own)
+			if err != nil {
+				return err
+			}
+			m.discardSpare(ctx) // it was not needed
+			if restored {
+				// Two programs that overwrite each other's value must not do so in a tight loop.
+				return restores.Wait(ctx, 0)
+			}
+			return m.await(ctx, checked)
+		})
+		if err != nil && !errors.Is(err, errOwnChanged) {
 			return err
 		}
 	}
@@ -72,7 +55,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 // another program has written it. If restored is false, checked is the revision up to which the key
 // needs no correction. ensure returns subnet.ErrLeaseLost, wrapped, if the key belongs to another
 // node, or is gone and cannot be created because another key has one of its subnets.
-func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (checked int64, restored bool, err error) {
+func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (checked int64, restored bool, err error) {
 	unlock, err := m.lock(ctx)
 	if err != nil {
 		return 0, false, err
@@ -98,7 +81,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 	logger := klog.FromContext(ctx).WithValues("key", own.key)
 	switch {
 	case found == nil:
-		err := m.asPermitted(ctx, func(may *rights) error { return m.recreate(ctx, own, spare, may) })
+		err := m.asPermitted(ctx, func(may *rights) error { return m.recreate(ctx, own, may) })
 		if err != nil {
 			return 0, false, err
 		}
@@ -110,7 +93,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 		return 0, false, lost(own.key, *found)
 	}
 
-	err = m.asPermitted(ctx, func(*rights) error { return m.refresh(ctx, *found, own, nil, spare) })
+	err = m.asPermitted(ctx, func(*rights) error { return m.refresh(ctx, *found, own, nil) })
 	if err != nil {
 		return 0, false, fmt.Errorf("renew this host's lease: %w", err)
 	}
@@ -191,7 +174,7 @@ func lost(key string, by entry) error {
 // are older than this host's lease was, or that overlap this host's subnets. It returns subnet.ErrLeaseLost,
 // wrapped, if any other lease or a reservation overlaps this host's subnets. A restored backup can bring such
 // leases back: see plan.outdated.
-func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant, may *rights) error {
+func (m *Manager) recreate(ctx context.Context, own ownLease, may *rights) error {
 	l, err := m.list(ctx)
 	if err != nil {
 		return err
@@ -214,7 +197,7 @@ func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant, may 
 			return lost(own.key, e)
 		}
 	}
-	return m.create(ctx, own, l.store.Revision, stale, spare)
+	return m.create(ctx, own, l.store.Revision, stale)
 }
 
 // await blocks until this host's key may have changed after revision checked, or has to be renewed. It

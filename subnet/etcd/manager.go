@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/loglimit"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -24,16 +25,17 @@ type Manager struct {
 	// undecodable limits the log lines about leases that cannot be read.
 	undecodable *loglimit.Changes
 
-	// writing guards own and unanswered: it contains an element while a goroutine uses them.
+	// writing guards own, unanswered and spare: it contains an element while a goroutine uses them.
 	writing    chan struct{}
 	own        ownLease
 	unanswered []ownLease                    // writes of this host's key since own was set, without an answer: the store may have executed one of them, or may still do so
+	spare      grant                         // an etcd lease that no key uses yet, for all tries to write one; zero: none
 	self       atomic.Pointer[self]          // this host's part of the store; never nil
 	cache      atomic.Pointer[leaseCache]    // the leases as the last method knew them, while no Watch has them; never nil
 	exhausted  atomic.Pointer[exhaustedPool] // see awaitFreeSubnet
 	resumed    atomic.Pointer[subnet.Lease]  // see Resumed
 	slow       atomic.Bool                   // the last request that the method call made took longer than timing.slow
-	late       atomic.Int32                  // how many times the deadline of requests is doubled, at most maxLate
+	patience   wait.Patience                 // with requests
 }
 
 var (

@@ -20,28 +20,11 @@ const (
 	sourceObservation = "observation"
 )
 
-// maxLate is the maximum of Manager.late: the deadline of requests is at most four times the usual one.
-const maxLate = 2
-
 // call makes one request, and explains its error. It returns the error of ctx if ctx has ended. The
-// usual deadline is timing.request. After a request that came to its deadline, the next one has
-// twice as much time, up to four times the usual one, until the store is fast again. Otherwise, if
-// thousands of hosts use the store at once, each would give up early and repeat its request, and
-// the store would never finish.
+// usual deadline is timing.request: see wait.Patience.
 func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Client) error) error {
-	late := m.late.Load()
-	deadline := m.timing.request << late
-	start := time.Now()
-	err := m.callWithin(ctx, deadline, f)
-	took := time.Since(start)
+	took, err := m.patience.Try(m.timing.request, func(deadline time.Duration) error { return m.callWithin(ctx, deadline, f) })
 	m.slow.Store(took > m.timing.slow)
-
-	switch {
-	case err == nil && took < m.timing.request/2:
-		m.late.Store(0)
-	case took >= deadline:
-		m.late.Store(min(late+1, maxLate))
-	}
 	return err
 }
 

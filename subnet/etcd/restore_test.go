@@ -596,7 +596,7 @@ func TestSlowRestartListsNothing(t *testing.T) {
 		}
 		request := m.timing.request
 		m.timing.request = time.Nanosecond
-		if err := m.acquire(t.Context(), pools, claim(address), &grant{}); !passes(err) {
+		if err := m.acquire(t.Context(), pools, claim(address)); !passes(err) {
 			t.Fatalf("acquire returns %v, want an error of the store", err)
 		}
 		m.timing.request = request

@@ -20,17 +20,17 @@ import (
 // the new key becomes a reservation too. Otherwise it gets the etcd lease of this host. since is the
 // revision of the listing in which the subnets were free. create returns errConflict if another
 // client was faster.
-func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale []entry, spare *grant) error {
+func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale []entry) error {
 	if !slices.ContainsFunc(stale, own.reservedBy) {
 		var err error
-		if own.grant, err = m.grantFor(ctx, m.lastGrant(), spare); err != nil {
+		if own.grant, err = m.grantFor(ctx, m.lastGrant()); err != nil {
 			return err
 		}
 	}
 
 	revision, err := m.write(ctx, own, 0, stale)
 	if err != nil {
-		return forgetIfGone(spare, err)
+		return err
 	}
 	own.create = revision
 	own.revision = revision
@@ -39,9 +39,6 @@ func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale [
 			m.noteUnanswered(own)
 		}
 		return err
-	}
-	if own.grant.id == spare.id {
-		*spare = grant{}
 	}
 
 	logDeleted(ctx, stale, own)
@@ -117,11 +114,11 @@ func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) (
 }
 
 // refresh makes the key that was found as e equal to own, and own this host's lease of the manager. It keeps
-// the etcd lease of the key alive, or replaces it by spare if it is gone or has another TTL. It writes the
+// the etcd lease of the key alive, or replaces it by m.spare if it is gone or has another TTL. It writes the
 // key only if its value or its etcd lease changes, if a write is unanswered, or if there are stale keys,
 // which the same transaction deletes. A key without an etcd lease is a reservation and stays one. refresh
 // returns errConflict if one of the keys has changed.
-func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []entry, spare *grant) error {
+func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []entry) error {
 	own.create = e.createRevision
 	own.revision = e.modRevision
 	own.grant = grant{}
@@ -131,7 +128,7 @@ func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []en
 			id = m.lastGrant() // the host that has written e may still use its etcd lease
 		}
 		var err error
-		if own.grant, err = m.grantFor(ctx, id, spare); err != nil {
+		if own.grant, err = m.grantFor(ctx, id); err != nil {
 			return err
 		}
 	}
@@ -141,12 +138,9 @@ func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []en
 	if own.grant.id != e.leaseID || own.sum() != e.sum || len(stale) > 0 || pending {
 		revision, err := m.write(ctx, own, e.modRevision, stale)
 		if err != nil {
-			return forgetIfGone(spare, err)
+			return err
 		}
 		own.revision = revision
-	}
-	if own.grant.id == spare.id {
-		*spare = grant{}
 	}
 	m.remember(ctx, own, append(stale, e)...)
 	return nil
@@ -171,6 +165,9 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 	switch {
 	case errors.Is(err, rpctypes.ErrPermissionDenied): // the store has answered and written nothing
 		return 0, fmt.Errorf("write %s: %w", key, err)
+	case errors.Is(err, rpctypes.ErrLeaseNotFound):
+		m.spare = grant{} // it has expired
+		fallthrough
 	case err != nil:
 		m.noteUnanswered(own)
 		return 0, err
@@ -234,6 +231,9 @@ func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry)
 		unused = append(unused, e.leaseID)
 	}
 
+	if own.grant.id == m.spare.id {
+		m.spare = grant{}
+	}
 	m.own = own
 	m.unanswered = nil
 	m.claimKeys(own.key)

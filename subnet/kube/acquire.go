@@ -3,6 +3,7 @@
 package kube
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -18,31 +19,27 @@ import (
 func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	defer m.outage.Forget(starting)
 	waiting := false
-	b := m.backoff()
 	for {
 		var own subnet.Lease
-		var s *ownNode
-		err := m.retry(ctx, func() (err error) {
-			if s, err = m.recent(ctx); err == nil {
-				own, err = m.acquire(ctx, s, cfg, c)
+		err := m.retry(ctx, starting, func() error {
+			s, err := m.recent(ctx)
+			if err != nil {
+				return err
 			}
-			return err
-		})
-		if !errors.Is(err, errNoPodCIDR) {
-			return own, err
-		}
-		if !waiting {
-			waiting = true
-			klog.FromContext(ctx).Error(err, "waiting for the API to give this node its subnet")
-		}
+			if own, err = m.acquire(ctx, s, cfg, c); !errors.Is(err, errNoPodCIDR) {
+				return err
+			}
 
-		err = m.await(ctx, s, func(now *ownNode) bool { return !errors.Is(now.cidrsErr, errNoPodCIDR) })
-		if err == nil || errors.Is(err, errOwnChanged) {
-			continue
-		}
-		m.report(ctx, starting, err)
-		if err := b.Wait(ctx, apiErrorOf(err).retryAfter); err != nil {
-			return subnet.Lease{}, err
+			m.report(ctx, starting, nil)
+			if !waiting {
+				waiting = true
+				klog.FromContext(ctx).Error(err, "waiting for the API to give this node its subnet")
+			}
+			err = m.await(ctx, s, func(now *ownNode) bool { return !errors.Is(now.cidrsErr, errNoPodCIDR) })
+			return cmp.Or(err, errOwnChanged)
+		})
+		if !errors.Is(err, errOwnChanged) {
+			return own, err
 		}
 	}
 }

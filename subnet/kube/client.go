@@ -29,6 +29,7 @@ import (
 	"k8s.io/client-go/util/connrotation"
 
 	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
@@ -51,13 +52,13 @@ const (
 
 // client sends requests to the API server.
 type client struct {
-	host   string // for errors
-	base   *url.URL
-	http   *http.Client
-	dialer *connrotation.Dialer
-	late   atomic.Int32                      // how many times the deadline of requests is doubled, at most maxLate
-	random func(time.Duration) time.Duration // see randomTime
-	slow   atomic.Int64                      // when a small request was last slow or refused, in ns since 1970; 0: never
+	host     string // for errors
+	base     *url.URL
+	http     *http.Client
+	dialer   *connrotation.Dialer
+	patience wait.Patience                     // with small requests
+	random   func(time.Duration) time.Duration // see randomTime
+	slow     atomic.Int64                      // when a small request was last slow or refused, in ns since 1970; 0: never
 }
 
 // errEnded means that a watch which the server had accepted has ended early or has lost its
@@ -223,40 +224,23 @@ func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 	return nil, c.refusal(resp)
 }
 
-// maxLate is the maximum of client.late: the deadline of requests is at most four times the usual one.
-const maxLate = 2
-
 // slowAfter is the time from which on a small request is slow: the server is busy then.
 const slowAfter = 500 * time.Millisecond
 
 // patiently calls f, which makes a request, with a deadline, and records in c.slow if the request
-// was slow or refused. After a request that came to its deadline, the next one has twice as much
-// time, up to four times the usual one, until the server is fast again. Otherwise, if thousands of
-// hosts use the server at once, each would give up early and repeat its request, and the server
-// would never finish.
-func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(context.Context) error) error {
-	usual := deadline
-	late := c.late.Load()
-	deadline <<= late
-	ctx, cancel := context.WithTimeout(ctx, deadline)
-	defer cancel()
-	start := time.Now()
+// was slow or refused. usual is the usual deadline: see wait.Patience.
+func (c *client) patiently(ctx context.Context, usual time.Duration, f func(context.Context) error) error {
 	var sent atomic.Pointer[time.Time] // when the request was sent: on a slow link, the connection that is made before takes long
-	err := f(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{WroteRequest: func(httptrace.WroteRequestInfo) {
-		now := time.Now()
-		sent.Store(&now)
-	}}))
-
-	took := time.Since(start)
+	_, err := c.patience.Try(usual, func(deadline time.Duration) error {
+		ctx, cancel := context.WithTimeout(ctx, deadline)
+		defer cancel()
+		return f(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{WroteRequest: func(httptrace.WroteRequestInfo) {
+			now := time.Now()
+			sent.Store(&now)
+		}}))
+	})
 	if at := sent.Load(); at != nil && time.Since(*at) > slowAfter || overloaded(err) {
 		c.slow.Store(time.Now().UnixNano())
-	}
-
-	switch {
-	case err == nil && took < usual/2:
-		c.late.Store(0)
-	case took >= deadline:
-		c.late.Store(min(late+1, maxLate))
 	}
 	return err
 }
@@ -336,8 +320,10 @@ func apiErrorOf(err error) apiError {
 }
 
 // passes reports whether a caller tries again after err: after a failure of the API server, and
-// after errEnded.
-func passes(err error) bool { return apiErrorOf(err).kind != "" || errors.Is(err, errEnded) }
+// after a watch has ended.
+func passes(err error) bool {
+	return apiErrorOf(err).kind != "" || errors.Is(err, errEnded) || errors.Is(err, errRelist)
+}
 
 // overloaded reports whether err comes from a server that cannot keep up: a refusal with 429, 503
 // or 504, or no answer before the deadline.

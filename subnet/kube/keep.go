@@ -38,29 +38,20 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	}
 
 	k := keeper{Manager: m}
-	b := m.backoff()
 	restores := wait.Backoff{
 		Least: m.timing.restoreMin, Most: m.timing.restored,
 		Share: m.timing.vary, Forget: 10 * m.timing.restored,
 	}
 	for {
-		restored, err := k.round(ctx)
-		if err == nil && restored {
-			// Two programs that overwrite each other's changes must not do so in a tight loop.
-			err = restores.Wait(ctx, 0)
-		}
-
-		switch {
-		case ctx.Err() != nil:
-			return ctx.Err()
-		case err == nil, errors.Is(err, errOwnChanged):
-			continue
-		case !passes(err) && !errors.Is(err, errRelist):
+		err := m.retry(ctx, maintaining, func() error {
+			restored, err := k.round(ctx)
+			if err == nil && restored {
+				// Two programs that overwrite each other's changes must not do so in a tight loop.
+				return restores.Wait(ctx, 0)
+			}
 			return err
-		}
-
-		m.report(ctx, maintaining, err)
-		if err := b.Wait(ctx, apiErrorOf(err).retryAfter); err != nil {
+		})
+		if err != nil && !errors.Is(err, errOwnChanged) {
 			return err
 		}
 	}

@@ -37,7 +37,7 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 // ownAtStart returns this host's Node as read returns it. It repeats read while that may help.
 func (m *Manager) ownAtStart(ctx context.Context, read func(context.Context) (*ownNode, error)) (s *ownNode, err error) {
 	defer m.outage.Forget(starting)
-	err = m.retry(ctx, func() (err error) {
+	err = m.retry(ctx, starting, func() (err error) {
 		s, err = read(ctx)
 		return err
 	})

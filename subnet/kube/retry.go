@@ -26,16 +26,16 @@ func (m *Manager) report(ctx context.Context, activity string, err error) {
 	}
 }
 
-// retry runs f, which is part of the start, until it succeeds, or fails for a reason that does not
-// pass, or ctx ends. It returns the last error of f, or the error of ctx.
-func (m *Manager) retry(ctx context.Context, f func() error) error {
+// retry runs f until it succeeds, or fails for a reason that does not pass, or ctx ends. It returns
+// the last error of f, or the error of ctx. It reports each result as the outcome of the activity.
+func (m *Manager) retry(ctx context.Context, activity string, f func() error) error {
 	b := m.backoff()
 	for {
 		err := f()
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		m.report(ctx, starting, err)
+		m.report(ctx, activity, err)
 		if !passes(err) {
 			return err
 		}

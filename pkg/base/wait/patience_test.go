@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package kube
+package wait
 
 import (
 	"context"
@@ -16,18 +16,20 @@ import (
 func TestPatience(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const usual = 10 * time.Second
-		var c client
+		var p Patience
 		var given []time.Duration
 		for _, takes := range []time.Duration{time.Hour, time.Hour, time.Hour, usual, 0, 0} {
-			_ = c.patiently(t.Context(), usual, func(ctx context.Context) error {
-				deadline, _ := ctx.Deadline()
-				given = append(given, time.Until(deadline))
-				select {
-				case <-ctx.Done():
-				case <-time.After(takes):
+			took, _ := p.Try(usual, func(deadline time.Duration) error {
+				given = append(given, deadline)
+				time.Sleep(min(takes, deadline))
+				if takes > deadline {
+					return context.DeadlineExceeded
 				}
-				return ctx.Err()
+				return nil
 			})
+			if want := min(takes, given[len(given)-1]); took != want {
+				t.Errorf("a request took %s, want %s", took, want)
+			}
 		}
 		want := []time.Duration{usual, 2 * usual, 4 * usual, 4 * usual, 4 * usual, usual}
 		if !slices.Equal(given, want) {
