@@ -69,35 +69,22 @@ var errEnded = errors.New("watch has ended")
 // of tests have another function in its place.
 func randomTime(most time.Duration) time.Duration { return rand.N(most + 1) }
 
-// restConfig returns how to reach the API server, from flags or from the pod's service account. A program of an
-// operator looks in more places.
+// restConfig returns how to reach the API server, from flags or from the pod's service account. For a program of an
+// operator, with neither a URL nor a kubeconfig, it looks like kubectl: in KUBECONFIG, in ~/.kube/config, and then for
+// a service account.
 func restConfig(cfg Config) (*rest.Config, error) {
-	if cfg.operator {
-		return operatorConfig(cfg)
-	}
-	if cfg.APIURL == "" && cfg.Kubeconfig == "" {
+	switch {
+	case cfg.ServiceAccount != "":
+		return &rest.Config{
+			Host: cfg.APIURL, BearerTokenFile: filepath.Join(cfg.ServiceAccount, "token"),
+			TLSClientConfig: rest.TLSClientConfig{CAFile: filepath.Join(cfg.ServiceAccount, "ca.crt")},
+		}, nil
+	case !cfg.operator && cfg.APIURL == "" && cfg.Kubeconfig == "":
 		rc, err := rest.InClusterConfig()
 		if err != nil {
 			return nil, fmt.Errorf("use the pod's service account (without --kubeconfig-file and --kube-api-url): %w", err)
 		}
 		return rc, nil
-	}
-
-	rc, err := clientcmd.BuildConfigFromFlags(cfg.APIURL, cfg.Kubeconfig)
-	if err != nil {
-		return nil, fmt.Errorf("use kubeconfig %q: %w", cfg.Kubeconfig, err)
-	}
-	return rc, nil
-}
-
-// operatorConfig is restConfig for a program of an operator. With neither a URL nor a kubeconfig it looks like
-// kubectl: in KUBECONFIG, in ~/.kube/config, and then for a service account.
-func operatorConfig(cfg Config) (*rest.Config, error) {
-	if cfg.ServiceAccount != "" {
-		return &rest.Config{
-			Host: cfg.APIURL, BearerTokenFile: filepath.Join(cfg.ServiceAccount, "token"),
-			TLSClientConfig: rest.TLSClientConfig{CAFile: filepath.Join(cfg.ServiceAccount, "ca.crt")},
-		}, nil
 	}
 
 	rules := operatorRules(cfg)
@@ -117,13 +104,13 @@ func operatorConfig(cfg Config) (*rest.Config, error) {
 	}
 }
 
-// operatorRules says which kubeconfig operatorConfig reads.
+// operatorRules says which kubeconfig restConfig reads.
 func operatorRules(cfg Config) *clientcmd.ClientConfigLoadingRules {
 	if cfg.APIURL != "" || cfg.Kubeconfig != "" {
 		return &clientcmd.ClientConfigLoadingRules{ExplicitPath: cfg.Kubeconfig}
 	}
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
-	rules.WarnIfAllMissing = false // the error of operatorConfig says it
+	rules.WarnIfAllMissing = false // the error of restConfig says it
 	if os.Getenv(clientcmd.RecommendedConfigPathEnvVar) == "" {
 		rules.Precedence = []string{homeConfig()}
 	}

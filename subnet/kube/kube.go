@@ -114,7 +114,7 @@ type Config struct {
 	// that. It must not block, and must not call the manager.
 	OnStatus func(error)
 
-	operator bool // see operatorConfig
+	operator bool // see restConfig
 }
 
 func (c Config) keys() (*annotation.Keys, error) {

@@ -48,17 +48,12 @@ const (
 // NewTestPods finds the Nodes on which flanneld runs, and its image unless the caller names one. It creates nothing. The
 // caller must Close the result.
 func NewTestPods(ctx context.Context, cfg Config, namespace, selector, image string) (*TestPods, error) {
-	c, err := operatorClient(cfg)
+	d, err := FindDaemons(ctx, cfg, namespace, selector)
 	if err != nil {
 		return nil, err
 	}
-	t := &TestPods{client: c, namespace: namespace, image: image, name: "flannel-connectivity-" + strings.ToLower(rand.Text()[:8])}
-	pods, err := listPods(ctx, c, namespace, selector)
-	if err != nil {
-		c.renew()
-		return nil, err
-	}
-	for _, p := range pods {
+	t := &TestPods{client: d.client, namespace: namespace, image: image, name: "flannel-connectivity-" + strings.ToLower(rand.Text()[:8])}
+	for _, p := range d.all {
 		if !p.runs() {
 			continue
 		}
@@ -80,7 +75,7 @@ func NewTestPods(ctx context.Context, cfg Config, namespace, selector, image str
 		err = errors.New("flanneld's pods have no container kube-flannel: name the image with --image")
 	}
 	if err != nil {
-		c.renew()
+		d.Close()
 		return nil, err
 	}
 	return t, nil
