@@ -3,9 +3,11 @@
 package subnet
 
 import (
+	"bytes"
 	"cmp"
 	"encoding/json"
 	"net/netip"
+	"reflect"
 	"slices"
 	"time"
 
@@ -69,6 +71,23 @@ func (l Lease) Reservation() bool {
 // subnets comes first.
 func (l Lease) Compare(other Lease) int {
 	return cmp.Or(slices.CompareFunc(l.Subnets(), other.Subnets(), netip.Prefix.Compare), cmp.Compare(l.Key, other.Key))
+}
+
+// Same reports whether l and other are equal, apart from the time at which they were written. One of them may come from
+// the state file, which has JSON in another form.
+func (l *Lease) Same(other *Lease) bool {
+	return l.Key == other.Key && l.Order == other.Order && l.BackendType == other.BackendType && l.NextType == other.NextType &&
+		slices.EqualFunc(l.Endpoints, other.Endpoints, func(x, y Endpoint) bool {
+			return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && sameJSON(x.Data, y.Data) && sameJSON(x.NextData, y.NextData)
+		})
+}
+
+func sameJSON(x, y json.RawMessage) bool {
+	if bytes.Equal(x, y) {
+		return true
+	}
+	var a, b any
+	return json.Unmarshal(x, &a) == nil && json.Unmarshal(y, &b) == nil && reflect.DeepEqual(a, b)
 }
 
 // Claim returns the claim of a node that wants exactly the lease l: with its backend types and

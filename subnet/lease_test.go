@@ -77,3 +77,41 @@ func TestLeaseForOneBackend(t *testing.T) {
 }
 
 var netips = cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})
+
+// TestSame compares a lease with those that differ from it in one thing.
+func TestSame(t *testing.T) {
+	lease := func(change func(l *Lease, e *Endpoint)) Lease {
+		l := Lease{Key: "n1", Order: 1, BackendType: "vxlan", NextType: "wireguard", Endpoints: []Endpoint{{
+			Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: []byte(`{"VNI":1,"VtepMAC":"x"}`), NextData: []byte(`"key"`),
+		}}}
+		change(&l, &l.Endpoints[0])
+		return l
+	}
+	for name, tt := range map[string]struct {
+		change func(l *Lease, e *Endpoint)
+		want   bool
+	}{
+		"nothing":           {func(*Lease, *Endpoint) {}, true},
+		"other spaces":      {func(_ *Lease, e *Endpoint) { e.Data = []byte(`{ "VtepMAC": "x", "VNI": 1 }`) }, true},
+		"revision":          {func(l *Lease, _ *Endpoint) { l.Claimed = 7 }, true},
+		"key":               {func(l *Lease, _ *Endpoint) { l.Key = "n2" }, false},
+		"age":               {func(l *Lease, _ *Endpoint) { l.Order = 2 }, false},
+		"backend":           {func(l *Lease, _ *Endpoint) { l.BackendType = "udp" }, false},
+		"next backend":      {func(l *Lease, _ *Endpoint) { l.NextType = "" }, false},
+		"subnet":            {func(_ *Lease, e *Endpoint) { e.Subnet = netip.MustParsePrefix("10.5.2.0/24") }, false},
+		"public address":    {func(_ *Lease, e *Endpoint) { e.PublicIP = e.PublicIP.Next() }, false},
+		"data":              {func(_ *Lease, e *Endpoint) { e.Data = []byte(`{"VNI":2,"VtepMAC":"x"}`) }, false},
+		"no data":           {func(_ *Lease, e *Endpoint) { e.Data = nil }, false},
+		"data without JSON": {func(_ *Lease, e *Endpoint) { e.Data = []byte("{") }, false},
+		"next data":         {func(_ *Lease, e *Endpoint) { e.NextData = []byte(`"other"`) }, false},
+		"one more family":   {func(l *Lease, e *Endpoint) { l.Endpoints = append(l.Endpoints, *e) }, false},
+	} {
+		a, b := lease(func(*Lease, *Endpoint) {}), lease(tt.change)
+		if a.Same(&b) != tt.want || b.Same(&a) != tt.want {
+			t.Errorf("%s differs: the leases are the same: %v and %v, want %v", name, a.Same(&b), b.Same(&a), tt.want)
+		}
+	}
+	if sameJSON([]byte("{"), []byte("[")) || sameJSON(nil, []byte("null")) {
+		t.Error("text that is not JSON is the same as other text")
+	}
+}

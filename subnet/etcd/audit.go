@@ -3,7 +3,6 @@
 package etcd
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"math/rand/v2"
@@ -14,7 +13,6 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
-	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
 
 // errDue ends a watch because it is time for the audit.
@@ -78,11 +76,7 @@ func (m *Manager) audit(ctx context.Context, cache *leaseCache, sink func(subnet
 	sink(cache.update(m.self.Load(), nil))
 }
 
-// alike reports whether two entries of one key are the same. was may come from the state file, which has JSON in
-// another form.
+// alike reports whether two entries of one key are the same.
 func alike(was, is *entry) bool {
-	x, errX := codec.Encode(was.lease.Claim())
-	y, errY := codec.Encode(is.lease.Claim())
-	return was.is(is.modRevision, is.leaseID) && was.createRevision == is.createRevision &&
-		(was.err == nil) == (is.err == nil) && errX == nil && errY == nil && bytes.Equal(x, y)
+	return was.is(is.modRevision, is.leaseID) && (was.err == nil) == (is.err == nil) && was.lease.Same(&is.lease)
 }

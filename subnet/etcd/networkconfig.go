@@ -102,9 +102,4 @@ func (m *Manager) applyConfigEvents(cache *leaseCache, resp *pb.WatchResponse) {
 
 // given returns the value of a key that exists, in a form that is never nil, because nil means that
 // there is no such key.
-func given(value []byte) []byte {
-	if value == nil {
-		return []byte{}
-	}
-	return value
-}
+func given(value []byte) []byte { return append([]byte{}, value...) }

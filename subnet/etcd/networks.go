@@ -68,36 +68,33 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 	}
 
 	seen := map[string]int64{} // by network: the latest revision at which this run has seen its configuration in the store
-	b := m.backoff()
-	for {
+	return m.retry(ctx, sourceWatch, func() error {
 		now, err := m.listConfigs(ctx, names)
-		if err == nil {
-			now.Deleted, err = m.deleted(ctx, observations(known, seen), now)
-		}
-		if err == nil {
-			for _, name := range now.Deleted {
-				delete(seen, name)
-			}
-
-			listed := now.Revision
-			sink(now.clone())
-			err = m.follow(ctx, keys, listed+1, watcher{checks: true, on: func(resp *pb.WatchResponse, _ int64) error {
-				m.report(ctx, sourceWatch, nil)
-				if now.apply(m, resp, listed) {
-					sink(now.clone())
-				}
-				return nil
-			}})
-
-			for name := range now.Texts {
-				seen[name] = now.Revision
-			}
-		}
-
-		if err := m.again(ctx, sourceWatch, err, b); err != nil {
+		if err != nil {
 			return err
 		}
-	}
+		if now.Deleted, err = m.deleted(ctx, observations(known, seen), now); err != nil {
+			return err
+		}
+		for _, name := range now.Deleted {
+			delete(seen, name)
+		}
+
+		listed := now.Revision
+		sink(now.clone())
+		err = m.follow(ctx, keys, listed+1, watcher{checks: true, on: func(resp *pb.WatchResponse, _ int64) error {
+			m.report(ctx, sourceWatch, nil)
+			if now.apply(m, resp, listed) {
+				sink(now.clone())
+			}
+			return nil
+		}})
+
+		for name := range now.Texts {
+			seen[name] = now.Revision
+		}
+		return err
+	})
 }
 
 // observations returns the Observations of known, which may be nil, with the revisions in seen in place

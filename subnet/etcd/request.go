@@ -5,6 +5,7 @@ package etcd
 import (
 	"context"
 	"errors"
+	"slices"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -78,28 +79,14 @@ func (m *Manager) retry(ctx context.Context, s string, f func() error) error {
 	}
 }
 
-// again prepares the next try of an activity that has failed: it reports err, the error of the last one,
-// and waits. It returns an error if there must be no other try: the error of ctx, or errClosed. A watch
-// that is silent or cannot be resumed shows no outage yet: the next try shows whether the store answers.
-func (m *Manager) again(ctx context.Context, activity string, err error, b *wait.Backoff) error {
-	switch {
-	case ctx.Err() != nil:
-		return ctx.Err()
-	case errors.Is(err, errClosed):
-		return err
-	case !errors.Is(err, errStalled) && !errors.Is(err, errRelist):
-		m.report(ctx, activity, err)
-	}
-	return b.Wait(ctx, 0)
-}
-
-// report records the outcome of an activity. It ignores the errors of connections that were closed
-// on purpose.
+// report records the outcome of an activity. It ignores errors that say nothing about the store: those of
+// connections that were closed on purpose, and those of a watch that is silent or cannot be resumed. In the
+// second case the next try shows whether the store answers.
 func (m *Manager) report(ctx context.Context, activity string, err error) {
-	if errors.Is(err, errClosed) || errors.Is(err, errRenewed) {
-		return
+	ignored := func(e error) bool { return errors.Is(err, e) }
+	if !slices.ContainsFunc([]error{errClosed, errRenewed, errStalled, errRelist}, ignored) {
+		m.outage.Report(ctx, activity, err)
 	}
-	m.outage.Report(ctx, activity, err)
 }
 
 // calm is the time without a pause after which the pauses start again from the shortest, as after a long

@@ -20,40 +20,43 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	defer func() { m.cache.Store(cache) }()
 
 	published := false // sink has got the leases of the cache
-	b := m.backoff()
-	for {
+	return m.retry(ctx, sourceWatch, func() error {
 		next, err := m.resume(ctx, cache, published, sink)
 		if next != nil {
 			cache = next
 			published = true
 		}
-		if err == nil {
+		for err == nil { // the watch has ended because the audit is due
 			m.audit(ctx, cache, sink)
-			followed, end := cache.untilAudit(ctx)
-			err = m.follow(followed, []string{m.dir, m.configKey()}, cache.store.Revision+1, watcher{
-				on: func(resp *pb.WatchResponse, confirmed int64) error {
-					m.applyConfigEvents(cache, resp)
-					m.report(ctx, sourceWatch, nil)
-					return m.advance(ctx, cache, resp, confirmed, sink)
-				},
-				waits:  func() bool { return !cache.grace.IsZero() },
-				checks: !m.guest, // a watch of the manager that owns the connection checks it
-			})
-
-			end()
-			if !errors.Is(err, errStalled) {
-				cache.streamWasUp(time.Now(), m.timing.dead)
-			}
-			if errors.Is(context.Cause(followed), errDue) && ctx.Err() == nil {
-				continue
-			}
+			err = m.followUntilAudit(ctx, cache, sink)
 		}
-
 		cache.stale = cache.stale || errors.Is(err, errRelist)
-		if err := m.again(ctx, sourceWatch, err, b); err != nil {
-			return err
-		}
+		return err
+	})
+}
+
+// followUntilAudit watches from the revision of the cache. It returns nil when the audit is due, and otherwise why the
+// watch has ended.
+func (m *Manager) followUntilAudit(ctx context.Context, cache *leaseCache, sink func(subnet.Update)) error {
+	followed, end := cache.untilAudit(ctx)
+	defer end()
+	err := m.follow(followed, []string{m.dir, m.configKey()}, cache.store.Revision+1, watcher{
+		on: func(resp *pb.WatchResponse, confirmed int64) error {
+			m.applyConfigEvents(cache, resp)
+			m.report(ctx, sourceWatch, nil)
+			return m.advance(ctx, cache, resp, confirmed, sink)
+		},
+		waits:  func() bool { return !cache.grace.IsZero() },
+		checks: !m.guest, // a watch of the manager that owns the connection checks it
+	})
+
+	if !errors.Is(err, errStalled) {
+		cache.streamWasUp(time.Now(), m.timing.dead)
 	}
+	if errors.Is(context.Cause(followed), errDue) && ctx.Err() == nil {
+		return nil
+	}
+	return err
 }
 
 // resume returns a cache of a revision from which a watch can start, and reports the configuration. If sink has got the

@@ -3,14 +3,11 @@
 package kube
 
 import (
-	"bytes"
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"maps"
 	"net/netip"
-	"reflect"
 	"slices"
 	"time"
 
@@ -252,7 +249,7 @@ func (c *nodeCache) decode(e *entry) {
 	e.err = nil
 	e.partialErr = err
 	l := &subnet.Lease{Key: e.name, Order: e.order, BackendType: claim.BackendType, NextType: claim.NextType, Endpoints: claim.Endpoints}
-	if e.lease != nil && sameLease(*e.lease, *l) {
+	if e.lease != nil && e.lease.Same(l) {
 		return
 	}
 
@@ -263,23 +260,6 @@ func (c *nodeCache) decode(e *entry) {
 	}
 	e.lease = l
 	e.fresh = true
-}
-
-// sameLease reports whether two leases are equal. One of them may come from the state file, which
-// has JSON in another form.
-func sameLease(x, y subnet.Lease) bool {
-	return x.Key == y.Key && x.Order == y.Order && x.BackendType == y.BackendType && x.NextType == y.NextType &&
-		slices.EqualFunc(x.Endpoints, y.Endpoints, func(x, y subnet.Endpoint) bool {
-			return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && sameJSON(x.Data, y.Data) && sameJSON(x.NextData, y.NextData)
-		})
-}
-
-func sameJSON(x, y json.RawMessage) bool {
-	if bytes.Equal(x, y) {
-		return true
-	}
-	var a, b any
-	return json.Unmarshal(x, &a) == nil && json.Unmarshal(y, &b) == nil && reflect.DeepEqual(a, b)
 }
 
 // advance applies one event of the watch to the cache. It returns the name of the Node if its lease

@@ -236,44 +236,6 @@ func TestHeartbeatsAllocateNothing(t *testing.T) {
 	}
 }
 
-// TestSameLease compares a lease with those that differ from it in one thing.
-func TestSameLease(t *testing.T) {
-	lease := func(change func(l *subnet.Lease, e *subnet.Endpoint)) subnet.Lease {
-		l := subnet.Lease{Key: "n1", Order: 1, BackendType: "vxlan", NextType: "wireguard", Endpoints: []subnet.Endpoint{{
-			Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: []byte(`{"VNI":1,"VtepMAC":"x"}`), NextData: []byte(`"key"`),
-		}}}
-		change(&l, &l.Endpoints[0])
-		return l
-	}
-	for name, tt := range map[string]struct {
-		change func(l *subnet.Lease, e *subnet.Endpoint)
-		want   bool
-	}{
-		"nothing":           {func(*subnet.Lease, *subnet.Endpoint) {}, true},
-		"other spaces":      {func(_ *subnet.Lease, e *subnet.Endpoint) { e.Data = []byte(`{ "VtepMAC": "x", "VNI": 1 }`) }, true},
-		"revision":          {func(l *subnet.Lease, _ *subnet.Endpoint) { l.Claimed = 7 }, true},
-		"key":               {func(l *subnet.Lease, _ *subnet.Endpoint) { l.Key = "n2" }, false},
-		"age":               {func(l *subnet.Lease, _ *subnet.Endpoint) { l.Order = 2 }, false},
-		"backend":           {func(l *subnet.Lease, _ *subnet.Endpoint) { l.BackendType = "udp" }, false},
-		"next backend":      {func(l *subnet.Lease, _ *subnet.Endpoint) { l.NextType = "" }, false},
-		"subnet":            {func(_ *subnet.Lease, e *subnet.Endpoint) { e.Subnet = netip.MustParsePrefix("10.5.2.0/24") }, false},
-		"public address":    {func(_ *subnet.Lease, e *subnet.Endpoint) { e.PublicIP = e.PublicIP.Next() }, false},
-		"data":              {func(_ *subnet.Lease, e *subnet.Endpoint) { e.Data = []byte(`{"VNI":2,"VtepMAC":"x"}`) }, false},
-		"no data":           {func(_ *subnet.Lease, e *subnet.Endpoint) { e.Data = nil }, false},
-		"data without JSON": {func(_ *subnet.Lease, e *subnet.Endpoint) { e.Data = []byte("{") }, false},
-		"next data":         {func(_ *subnet.Lease, e *subnet.Endpoint) { e.NextData = []byte(`"other"`) }, false},
-		"one more family":   {func(l *subnet.Lease, e *subnet.Endpoint) { l.Endpoints = append(l.Endpoints, *e) }, false},
-	} {
-		a, b := lease(func(*subnet.Lease, *subnet.Endpoint) {}), lease(tt.change)
-		if sameLease(a, b) != tt.want || sameLease(b, a) != tt.want {
-			t.Errorf("%s differs: the leases are the same: %v and %v, want %v", name, sameLease(a, b), sameLease(b, a), tt.want)
-		}
-	}
-	if sameJSON([]byte("{"), []byte("[")) || sameJSON(nil, []byte("null")) {
-		t.Error("text that is not JSON is the same as other text")
-	}
-}
-
 // TestRequiredRevision checks how new a list must be.
 func TestRequiredRevision(t *testing.T) {
 	for _, tt := range []struct {

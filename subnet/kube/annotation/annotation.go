@@ -213,19 +213,11 @@ func (k *Keys) endpoint(n Notes, f prefix.Family, cidr netip.Prefix) (subnet.End
 	if e.PublicIP, err = subnet.ParseAddr(f, text); err != nil {
 		return e, fmt.Errorf("annotation %s: %w", k[of.Public], err)
 	}
-	if text, err = k.text(n, of.Data); err != nil {
+	if e.Data, err = k.data(n, of.Data); err != nil {
 		return e, err
 	}
-	if e.Data, err = ParseData(text); err != nil {
-		return e, fmt.Errorf("annotation %s: %w", k[of.Data], err)
-	}
-	if text, err = k.text(n, of.NextData); err != nil {
-		return e, err
-	}
-	if e.NextData, err = ParseData(text); err != nil {
-		return e, fmt.Errorf("annotation %s: %w", k[of.NextData], err)
-	}
-	return e, nil
+	e.NextData, err = k.data(n, of.NextData)
+	return e, err
 }
 
 // text returns the text of an annotation, empty if the node does not have it, or an error if it is
@@ -258,13 +250,14 @@ func lastGood(last *subnet.Lease, backend string, f prefix.Family, cidr netip.Pr
 	return e, ok && e.Subnet == cidr
 }
 
-// ParseData parses backend data. It returns nil if there is none.
-func ParseData(text string) (json.RawMessage, error) {
-	if text == "" || text == "null" {
-		return nil, nil
-	}
-	if !json.Valid([]byte(text)) {
-		return nil, fmt.Errorf("%q is not JSON", subnet.Shorten(text))
+// data returns the backend data in an annotation, and nil if there is none.
+func (k *Keys) data(n Notes, a ID) (json.RawMessage, error) {
+	text, err := k.text(n, a)
+	switch {
+	case err != nil || text == "" || text == "null":
+		return nil, err
+	case !json.Valid([]byte(text)):
+		return nil, fmt.Errorf("annotation %s: %q is not JSON", k[a], subnet.Shorten(text))
 	}
 	return json.RawMessage(text), nil
 }
