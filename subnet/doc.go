@@ -15,8 +15,7 @@
 //   - allocate.go: chooses a free subnet of each family from the pools; usage.go counts the free and
 //     the leased subnets
 //   - manager.go: the Manager, which acquires and keeps this host's lease in a store, and publishes
-//     Updates with the leases of other nodes; optional.go: interfaces that not every manager
-//     implements
+//     Updates with the leases of other nodes
 //   - ledger.go: the Ledger, the daemon's cache of the leases of other nodes; it decides when a
 //     lease is gone.
 //   - arbiter.go: the Arbiter, which refuses leases that contradict the configuration, this node

@@ -5,6 +5,7 @@ package subnet
 import (
 	"context"
 	"errors"
+	"net/netip"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
@@ -91,8 +92,9 @@ type Observation struct {
 	LeaseID int64  `json:"leaseID,omitempty"` // of etcd
 }
 
-// Manager talks to a store. All methods retry failures that can pass. They return when ctx ends,
-// with its error.
+// Manager talks to a store. All methods with a context, except Release, retry failures that can pass. They
+// return when ctx ends, with its error. If a store has no warnings, addresses, locations or several networks,
+// the methods for them do nothing and return nothing.
 type Manager interface {
 	// Config returns the network configuration. It returns ErrNoConfig, wrapped, if there is none or
 	// its file cannot be read, and ErrInvalidConfig, wrapped, if it cannot be used. In these cases the
@@ -115,4 +117,44 @@ type Manager interface {
 	// Keep blocks and keeps this host's lease alive. If this node has lost its subnet, Keep returns
 	// ErrLeaseLost, wrapped in an error that names the new owner, or the new podCIDRs of the Node.
 	Keep(ctx context.Context, own Lease) error
+
+	// Warn publishes a warning about this node, if the store shows warnings to operators. reason is one
+	// word in CamelCase, by which operators filter, and message is one line. Warn does not block. It drops
+	// warnings that are repeated or too many, and warnings that the store refuses.
+	Warn(reason, message string)
+	// PublicIPs returns the addresses of this node that the store prescribes, at most one for each family,
+	// IPv4 first. The node itself detects its address in a family without a prescribed address.
+	PublicIPs(ctx context.Context) ([]netip.Addr, error)
+	// NodeIPs returns the node's own addresses, at most one for each family, as the last method that has
+	// read them from the store knows them. It returns none before, and does not block.
+	NodeIPs() []netip.Addr
+	// Location returns the name of the location of this node, or "" if there is none that can be used.
+	Location(ctx context.Context) (string, error)
+	// Observe reads the configuration of one of several networks and this host's lease from the store, both
+	// at the same moment. The Observation is zero if the store does not have the configuration.
+	Observe(ctx context.Context, own Lease) (Observation, error)
+	// Release deletes the lease own of this node from the store, unless it is a reservation, or another
+	// node has taken its subnets since. The manager has no lease after that, even if the store returns an
+	// error.
+	Release(ctx context.Context, own Lease) error
+}
+
+// ConfigWatcher is a Manager whose Watch does not report changes of the network configuration.
+type ConfigWatcher interface {
+	// WatchConfig blocks. It calls sink from one goroutine with the text of the configuration: at
+	// once, and after every change. The text is nil if there is no configuration. WatchConfig
+	// returns when ctx ends, with its error.
+	WatchConfig(ctx context.Context, sink func(text []byte)) error
+}
+
+// Resumer is a Manager that cannot recognize this host's lease by the node's name, but only by its
+// public address, which may have changed while the store was unavailable.
+type Resumer interface {
+	// Resumed tells the manager, before Acquire, that this node had the lease own, from its last
+	// known state. own contains the public addresses that the node has published in the store.
+	// Acquire continues with that lease, even if the node has another address now, and gives back
+	// others that the node has written. After Resumed, Acquire also continues with a lease that has
+	// an identity in the data of its claim, such as a VTEP MAC. own is zero if that is all that is
+	// known.
+	Resumed(own Lease)
 }

@@ -4,6 +4,7 @@ package etcd
 
 import (
 	"context"
+	"net/netip"
 	"path"
 	"sync/atomic"
 	"time"
@@ -39,11 +40,21 @@ type Manager struct {
 }
 
 var (
-	_ subnet.Manager  = (*Manager)(nil)
-	_ subnet.Resumer  = (*Manager)(nil)
-	_ subnet.Releaser = (*Manager)(nil)
-	_ subnet.Observer = (*Manager)(nil)
+	_ subnet.Manager = (*Manager)(nil)
+	_ subnet.Resumer = (*Manager)(nil)
 )
+
+// Warn does nothing, and the next three methods return nothing, because etcd knows hosts only by their leases.
+func (*Manager) Warn(string, string) {}
+
+// PublicIPs implements subnet.Manager.
+func (*Manager) PublicIPs(context.Context) ([]netip.Addr, error) { return nil, nil }
+
+// NodeIPs implements subnet.Manager.
+func (*Manager) NodeIPs() []netip.Addr { return nil }
+
+// Location implements subnet.Manager.
+func (*Manager) Location(context.Context) (string, error) { return "", nil }
 
 // Close ends the connection. Methods that are still running return an error. Close does nothing for
 // a manager that Network returned.

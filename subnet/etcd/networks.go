@@ -112,7 +112,7 @@ func observations(known func() map[string]subnet.Observation, seen map[string]in
 	return all
 }
 
-// Observe implements subnet.Observer.
+// Observe implements subnet.Manager.
 func (m *Manager) Observe(ctx context.Context, own subnet.Lease) (s subnet.Observation, err error) {
 	defer m.outage.Forget(sourceObservation)
 	var resp *clientv3.TxnResponse
@@ -269,7 +269,7 @@ func (m *Manager) listConfigs(ctx context.Context, names []string) (NetworkConfi
 	return now, nil
 }
 
-// Release implements subnet.Releaser.
+// Release implements subnet.Manager.
 func (m *Manager) Release(ctx context.Context, own subnet.Lease) error {
 	unlock, err := m.lock(ctx)
 	if err != nil {

@@ -40,7 +40,7 @@ func newEventSender(m *Manager) *eventSender {
 	return &eventSender{m, make(chan event, eventBurst), rate.NewLimiter(rate.Every(eventEvery), eventBurst), map[event]time.Time{}}
 }
 
-// Warn implements subnet.Warner: it queues an Event about this host's Node. The sender runs during
+// Warn implements subnet.Manager: it queues an Event about this host's Node. The sender runs during
 // Keep. It drops the Event if the same one was created within eventRepeat, if there are many
 // others, or if there is no own Node.
 func (m *Manager) Warn(reason, message string) {

@@ -29,6 +29,7 @@ package kube
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"sync"
@@ -155,12 +156,17 @@ type Manager struct {
 }
 
 var (
-	_ subnet.Manager        = (*Manager)(nil)
-	_ subnet.Warner         = (*Manager)(nil)
-	_ subnet.AddressSource  = (*Manager)(nil)
-	_ subnet.LocationSource = (*Manager)(nil)
-	_ subnet.ConfigWatcher  = (*Manager)(nil)
+	_ subnet.Manager       = (*Manager)(nil)
+	_ subnet.ConfigWatcher = (*Manager)(nil)
 )
+
+// Observe returns nothing, because the Nodes belong to one network.
+func (*Manager) Observe(context.Context, subnet.Lease) (subnet.Observation, error) {
+	return subnet.Observation{}, nil
+}
+
+// Release does nothing, because the control plane assigns the podCIDRs.
+func (*Manager) Release(context.Context, subnet.Lease) error { return nil }
 
 // Close closes the connections. It does not end methods that are still running: the next request of
 // such a method makes a new connection.

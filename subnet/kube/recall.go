@@ -12,7 +12,7 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/annotation"
 )
 
-// PublicIPs implements subnet.AddressSource: it returns the addresses in the annotations
+// PublicIPs implements subnet.Manager: it returns the addresses in the annotations
 // node-public-ip and node-public-ipv6 of this host's Node, which replace the values of the flags. It
 // omits and reports an address that cannot be used.
 func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
@@ -44,7 +44,7 @@ func (m *Manager) ownAtStart(ctx context.Context, read func(context.Context) (*o
 	return s, err
 }
 
-// NodeIPs implements subnet.AddressSource.
+// NodeIPs implements subnet.Manager.
 func (m *Manager) NodeIPs() []netip.Addr {
 	if s := m.seen.Load(); s != nil {
 		return s.internal
@@ -52,7 +52,7 @@ func (m *Manager) NodeIPs() []netip.Addr {
 	return nil
 }
 
-// Location implements subnet.LocationSource: it returns the value of the label Config.LocationLabel
+// Location implements subnet.Manager: it returns the value of the label Config.LocationLabel
 // of this host's Node. If the value is not the name of a location, Location logs it and returns "".
 func (m *Manager) Location(ctx context.Context) (string, error) {
 	s, err := m.ownAtStart(ctx, m.recent)

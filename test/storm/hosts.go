@@ -379,12 +379,9 @@ func (h *host) run(ctx context.Context) error {
 // acquire takes a lease by the same steps as the daemon. If no subnet is free, it tries again each
 // second until ctx ends.
 func (h *host) acquire(ctx context.Context, m manager, former *subnet.Lease) (own subnet.Lease, err error) {
-	if s, ok := m.(subnet.AddressSource); ok {
-		if _, err := s.PublicIPs(ctx); err != nil {
-			return own, err
-		}
+	if _, err := m.PublicIPs(ctx); err != nil {
+		return own, err
 	}
-
 	if r, ok := m.(subnet.Resumer); ok && former != nil {
 		r.Resumed(*former)
 	}

@@ -97,7 +97,7 @@ func (n *Network) retryTime() time.Duration { return refusedPause/2 + n.random(r
 // env returns the environment of the backend of cfg on the external interface iface.
 func (n *Network) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	return backend.Env{
-		PathLimit: n.host.PathMTUs, Warn: warner(n.store),
+		PathLimit: n.host.PathMTUs, Warn: n.store.Warn,
 		PublicEndpoint: n.opts.PublicEndpoint, Location: n.location(),
 		Used: used(n.last()), Connected: n.connected, FreePorts: n.catalog.FreePorts,
 		Network: n.name, Underlay: iface, Config: cfg, Kernel: n.kernel, Resync: n.opts.Resync, StateDir: n.opts.StateDir, Blackhole: n.opts.IPBlackholeRoute,
@@ -120,14 +120,12 @@ func (n *Network) location() string {
 	return ""
 }
 
-// readLocation reads the location of this host from the store if --location-label is set and the store
-// has locations.
+// readLocation reads the location of this host from the store if --location-label is set.
 func (n *Network) readLocation(ctx context.Context) error {
-	l, ok := n.store.(subnet.LocationSource)
-	if !ok || n.opts.LocationLabel == "" {
+	if n.opts.LocationLabel == "" {
 		return nil
 	}
-	name, err := l.Location(ctx)
+	name, err := n.store.Location(ctx)
 	if err == nil {
 		n.labelled.Store(&name)
 	}

@@ -110,8 +110,22 @@ func (s *memoryStore) Manager(previous ...netip.Prefix) *memoryManager {
 	return &memoryManager{in: s, previous: previous}
 }
 
+// plainStore has the methods of a subnet.Manager whose store knows hosts only by their leases.
+type plainStore struct{}
+
+func (plainStore) Warn(string, string)                             {}
+func (plainStore) PublicIPs(context.Context) ([]netip.Addr, error) { return nil, nil }
+func (plainStore) NodeIPs() []netip.Addr                           { return nil }
+func (plainStore) Location(context.Context) (string, error)        { return "", nil }
+func (plainStore) Release(context.Context, subnet.Lease) error     { return nil }
+
+func (plainStore) Observe(context.Context, subnet.Lease) (subnet.Observation, error) {
+	return subnet.Observation{}, nil
+}
+
 // memoryManager is a subnet.Manager that uses a memoryStore.
 type memoryManager struct {
+	plainStore
 	in       *memoryStore
 	previous []netip.Prefix
 

@@ -80,9 +80,9 @@ func (u *uplink) send(i underlay.Interface) {
 // does that. With --exit-on-config-change it makes group end the network when the configuration has changed.
 func (n *Network) followStore(ctx context.Context, group *errgroup.Group, own subnet.Lease) {
 	group.Go(func() error { return ended(ctx, n.store.Keep(ctx, own)) })
-	if o, ok := n.store.(subnet.Observer); ok && n.name != "" {
+	if n.name != "" {
 		group.Go(func() error {
-			n.observe(ctx, o, own)
+			n.observe(ctx, own)
 			return nil
 		})
 	}
@@ -99,8 +99,8 @@ func (n *Network) followStore(ctx context.Context, group *errgroup.Group, own su
 
 // observe records the moment at which the store had the configuration of the network. It waits until the
 // store answers, and records nothing if the store does not have the configuration.
-func (n *Network) observe(ctx context.Context, store subnet.Observer, own subnet.Lease) {
-	seen, err := store.Observe(ctx, own)
+func (n *Network) observe(ctx context.Context, own subnet.Lease) {
+	seen, err := n.store.Observe(ctx, own)
 	switch {
 	case ctx.Err() != nil:
 	case err != nil:

@@ -23,11 +23,9 @@ func (n *Network) newProber(s *session, now lastknown.State, running backend.Net
 	if s, ok := running.(backend.PathSizer); ok {
 		c.Network.PathMTU = s.PathMTU
 	}
-	if warn := warner(n.store); warn != nil {
-		c.Changed = func(r paths.Result) {
-			if !r.OK && r.Broken != paths.Underlay { // Kubernetes reports a host that is down, and all other hosts would warn of it
-				warn("FlannelPathBroken", fmt.Sprintf("%s at %s, %s: %s", r.Subnet, r.PublicIP, r.Broken, r.Advice))
-			}
+	c.Changed = func(r paths.Result) {
+		if !r.OK && r.Broken != paths.Underlay { // Kubernetes reports a host that is down, and all other hosts would warn of it
+			n.store.Warn("FlannelPathBroken", fmt.Sprintf("%s at %s, %s: %s", r.Subnet, r.PublicIP, r.Broken, r.Advice))
 		}
 	}
 	return paths.NewProber(c)

@@ -143,8 +143,8 @@ func (n *Network) Retire(ctx context.Context, keep bool) error {
 	if err := n.rules.Remove(ctx, last.FormerNetworks(subnet.Config{})); err != nil {
 		return err
 	}
-	if s, ok := n.store.(subnet.Releaser); ok && !keep {
-		if err := s.Release(ctx, last.Own); err != nil {
+	if !keep {
+		if err := n.store.Release(ctx, last.Own); err != nil {
 			return fmt.Errorf("release the lease: %w", err)
 		}
 	}

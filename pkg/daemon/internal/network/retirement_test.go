@@ -31,7 +31,7 @@ func TestLeftBehind(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &Network{host: &Host{}, catalog: catalog, state: lastknown.NewStore(nil)}
+	p := &Network{host: &Host{}, catalog: catalog, store: silent{}, state: lastknown.NewStore(nil)}
 	own := netip.MustParseAddr("192.168.77.1")
 	eth0 := underlay.Interface{Name: "eth0", Index: 2, MTU: 1500, Addrs: []underlay.Address{{Local: own, Public: own}}}
 	config := func(raw string) lastknown.Former {

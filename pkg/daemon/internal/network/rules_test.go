@@ -46,7 +46,7 @@ func TestGuardedTunnels(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &Network{host: &Host{}, catalog: catalog, state: lastknown.NewStore(nil), opts: options.Options{GuardTunnel: true}}
+	p := &Network{host: &Host{}, catalog: catalog, store: silent{}, state: lastknown.NewStore(nil), opts: options.Options{GuardTunnel: true}}
 	config := func(backend string) subnet.Config {
 		c, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16",` + backend + `}`))
 		if err != nil {

@@ -155,9 +155,7 @@ func (n *Network) newSyncer(s *session, now lastknown.State, running backend.Net
 			}
 		},
 	}
-	if warn := warner(n.store); warn != nil {
-		config.OnRefused = func(key, reason string) { warn("FlannelPeerRefused", key+": "+reason) }
-	}
+	config.OnRefused = func(key, reason string) { n.store.Warn("FlannelPeerRefused", key+": "+reason) }
 	return backend.NewSyncer(config)
 }
 
@@ -169,10 +167,7 @@ func (n *Network) underlayOptions(cfg subnet.Config, public []netip.Addr) underl
 	o := underlay.Options{
 		Ifaces: n.opts.Iface, IfaceRegexes: n.opts.IfaceRegex, CanReach: n.opts.IfaceCanReach,
 		PublicIP: n.opts.PublicIP, PublicIPv6: n.opts.PublicIPv6,
-		InUse: last.Interface, Reader: n.host.Underlay, Peers: n.peerAddrs,
-	}
-	if s, ok := n.store.(subnet.AddressSource); ok {
-		o.NodeIPs = s.NodeIPs
+		InUse: last.Interface, Reader: n.host.Underlay, Peers: n.peerAddrs, NodeIPs: n.store.NodeIPs,
 	}
 
 	for _, one := range cfg.Networks {

@@ -104,7 +104,7 @@ func (s *startup) prepareWith(ctx context.Context, cfg subnet.Config, waits bool
 	log := klog.FromContext(ctx)
 	s.progress.waitFor(PhaseNoConfiguration)
 	s.config.use(cfg)
-	public, err := publicIPs(ctx, s.store)
+	public, err := s.store.PublicIPs(ctx)
 	if err != nil {
 		return nil, err
 	}

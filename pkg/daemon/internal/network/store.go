@@ -97,19 +97,5 @@ func (n *Network) kubeConfig() kube.Config {
 	return c
 }
 
-// warner returns the function with which the store tells operators of a problem, or nil if the store
-// cannot.
-func warner(m Store) func(reason, message string) {
-	if w, ok := m.(subnet.Warner); ok {
-		return w.Warn
-	}
-	return nil
-}
-
-// publicIPs returns the addresses that peers send to, if the store prescribes them.
-func publicIPs(ctx context.Context, m Store) ([]netip.Addr, error) {
-	if s, ok := m.(subnet.AddressSource); ok {
-		return s.PublicIPs(ctx)
-	}
-	return nil, nil
-}
+// warner returns the function with which the store tells operators of a problem.
+func warner(m Store) func(reason, message string) { return m.Warn }
