@@ -438,22 +438,6 @@ func callOptions() []grpc.CallOption {
 	return []grpc.CallOption{grpc.MaxCallRecvMsgSize(math.MaxInt32)}
 }
 
-// grantLease creates an etcd lease with that id, and returns the TTL that the store has granted. If
-// the lease exists, because the answer to an earlier request was lost, grantLease renews it. With
-// the library's own function the server chooses the id, so each request without an answer would
-// leave an etcd lease in the store.
-func grantLease(ctx context.Context, conn *clientv3.Client, id clientv3.LeaseID, ttl time.Duration) (time.Duration, error) {
-	r := &pb.LeaseGrantRequest{ID: int64(id), TTL: int64(ttl.Seconds())}
-	resp, err := pb.NewLeaseClient(conn.ActiveConnection()).LeaseGrant(ctx, r, callOptions()...)
-	switch err = rpctypes.Error(err); {
-	case errors.Is(err, rpctypes.ErrLeaseExist):
-		return keepAlive(ctx, conn, id)
-	case err != nil:
-		return 0, err
-	}
-	return time.Duration(resp.TTL) * time.Second, nil
-}
-
 // keepAlive renews an etcd lease once and returns its TTL. It returns rpctypes.ErrLeaseNotFound if the
 // lease does not exist. The library's own function would use all of a CPU while a server has no leader.
 func keepAlive(ctx context.Context, conn *clientv3.Client, id clientv3.LeaseID) (time.Duration, error) {

@@ -29,40 +29,28 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 	if confirmed <= known && !ended {
 		return nil
 	}
-	changed := map[string]*subnet.Lease{}
 
+	changed := []string{}
 	for _, ev := range resp.Events {
 		if ev.Kv.ModRevision <= known {
 			continue
 		}
-
 		e := new(m.entry(ev.Kv))
-		switch ev.Type {
-		case mvccpb.DELETE:
+		changed = append(changed, e.key)
+		if ev.Type == mvccpb.DELETE {
 			delete(cache.entries, e.key)
-			changed[e.key] = nil
-		default:
-			m.logUndecodable(ctx, cache.entries[e.key], e)
-			cache.entries[e.key] = e
-			if e.err == nil {
-				changed[e.key] = &e.lease
-			}
+			continue
 		}
+		m.logUndecodable(ctx, cache.entries[e.key], e)
+		cache.entries[e.key] = e
 	}
 
 	cache.store.Revision = max(known, confirmed)
-	m.client.hosts.Store(int64(len(cache.entries)))
+	m.client.hosts.Store(cache.count())
 	if ended {
 		changed = nil // the receiver lets all leases go that it has held
 	}
-	u := cache.update(m.self.Load(), changed)
-	for _, ev := range resp.Events {
-		if key := m.keyOf(ev.Kv); cache.unreadable(key) {
-			delete(changed, key)
-			u.Undecodable = append(u.Undecodable, key)
-		}
-	}
-	sink(u)
+	sink(cache.update(m.self.Load(), changed))
 	return nil
 }
 

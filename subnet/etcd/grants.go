@@ -9,35 +9,17 @@ import (
 	"math/rand/v2"
 	"time"
 
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
-// ensureGrant requests an etcd lease and puts it into m.spare, unless there is one already. If a
-// request fails, the next one has the same id, so that the store does not get a second etcd lease.
-func (m *Manager) ensureGrant(ctx context.Context) error {
-	if m.spare.ttl != 0 {
-		return nil
-	}
-	if m.spare.id == 0 {
-		m.spare.id = clientv3.LeaseID(1 + rand.Int64N(math.MaxInt64))
-		m.claimGrant(m.spare.id)
-	}
-	return m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		start := time.Now()
-		ttl, err := grantLease(ctx, c, m.spare.id, m.cfg.TTL)
-		if err == nil {
-			m.spare = newGrant(m.spare.id, start, ttl)
-		}
-		return err
-	})
-}
-
 // grantFor renews the etcd lease id, and returns it. If it is zero or gone, or has another TTL,
-// grantFor returns m.spare, which it requests if necessary.
+// grantFor returns m.spare, which it requests if necessary. If a request fails, the next one has the
+// same id, so that the store does not get a second etcd lease.
 func (m *Manager) grantFor(ctx context.Context, id clientv3.LeaseID) (grant, error) {
 	if id != 0 {
-		g, err := m.renew(ctx, id)
+		g, err := m.timed(ctx, id, keepAlive)
 		if err != nil && !errors.Is(err, rpctypes.ErrLeaseNotFound) {
 			return grant{}, err
 		}
@@ -47,18 +29,45 @@ func (m *Manager) grantFor(ctx context.Context, id clientv3.LeaseID) (grant, err
 			return g, nil
 		}
 	}
-	err := m.ensureGrant(ctx)
-	return m.spare, err
+
+	if m.spare.id == 0 {
+		m.spare.id = clientv3.LeaseID(1 + rand.Int64N(math.MaxInt64))
+		m.claimGrant(m.spare.id)
+	}
+	if m.spare.ttl == 0 {
+		g, err := m.timed(ctx, m.spare.id, m.grantLease)
+		if err != nil {
+			return grant{}, err
+		}
+		m.spare = g
+	}
+	return m.spare, nil
 }
 
-// renew renews an etcd lease. It returns rpctypes.ErrLeaseNotFound, wrapped, if the store does not have it any more.
-func (m *Manager) renew(ctx context.Context, id clientv3.LeaseID) (g grant, err error) {
+// grantLease creates an etcd lease with that id, and returns the TTL that the store has granted. If
+// the lease exists, because the answer to an earlier request was lost, grantLease renews it. With
+// the library's own function the server chooses the id, so each request without an answer would
+// leave an etcd lease in the store.
+func (m *Manager) grantLease(ctx context.Context, conn *clientv3.Client, id clientv3.LeaseID) (time.Duration, error) {
+	r := &pb.LeaseGrantRequest{ID: int64(id), TTL: int64(m.cfg.TTL.Seconds())}
+	resp, err := pb.NewLeaseClient(conn.ActiveConnection()).LeaseGrant(ctx, r, callOptions()...)
+	switch err = rpctypes.Error(err); {
+	case errors.Is(err, rpctypes.ErrLeaseExist):
+		return keepAlive(ctx, conn, id)
+	case err != nil:
+		return 0, err
+	}
+	return time.Duration(resp.TTL) * time.Second, nil
+}
+
+// timed returns the grant that request makes or renews.
+func (m *Manager) timed(
+	ctx context.Context, id clientv3.LeaseID, request func(context.Context, *clientv3.Client, clientv3.LeaseID) (ttl time.Duration, err error),
+) (g grant, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		start := time.Now()
-		ttl, err := keepAlive(ctx, c, id)
-		if err == nil {
-			g = newGrant(id, start, ttl)
-		}
+		ttl, err := request(ctx, c, id)
+		g = newGrant(id, start, ttl)
 		return err
 	})
 	return g, err

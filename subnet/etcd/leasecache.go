@@ -145,26 +145,28 @@ func (c *leaseCache) mayPrecede(l listing) bool {
 	})
 }
 
-func (c *leaseCache) unreadable(key string) bool {
-	e := c.entries[key]
-	return e != nil && e.err != nil
-}
+// update returns the update to publish. Its mark is the number of leases. changed has the keys of the leases that have
+// changed; nil means that any lease may have. The update contains no leases of own.
+func (c *leaseCache) update(own *self, changed []string) subnet.Update {
+	c.store.Mark = strconv.FormatInt(c.count(), 10)
+	u := subnet.Update{Store: c.store, Grace: c.grace, Snapshot: func() subnet.Snapshot { return c.snapshot(own) }}
+	if changed == nil {
+		return u
+	}
 
-// update returns the update to publish. Its mark is the number of leases. changed has the leases that have
-// changed, nil for one that is gone; a nil map means that any lease may have changed. The update
-// contains no leases of own.
-func (c *leaseCache) update(own *self, changed map[string]*subnet.Lease) subnet.Update {
-	for key, l := range changed {
-		if l != nil && own.has(c.entries[key]) {
-			// The receiver may still have the key as the lease of another node.
-			changed[key] = nil
+	u.Changed = map[string]*subnet.Lease{}
+	slices.Sort(changed)
+	for _, key := range slices.Compact(changed) {
+		switch e := c.entries[key]; {
+		case e == nil || own.has(e): // the receiver may still have the key as the lease of another node
+			u.Changed[key] = nil
+		case e.err != nil:
+			u.Undecodable = append(u.Undecodable, key)
+		default:
+			u.Changed[key] = &e.lease
 		}
 	}
-	c.store.Mark = strconv.FormatInt(c.count(), 10)
-	return subnet.Update{
-		Store: c.store, Changed: changed, Grace: c.grace,
-		Snapshot: func() subnet.Snapshot { return c.snapshot(own) },
-	}
+	return u
 }
 
 func (c *leaseCache) snapshot(own *self) subnet.Snapshot {

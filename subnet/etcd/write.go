@@ -3,6 +3,7 @@
 package etcd
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -76,10 +77,8 @@ func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64, s
 		// replaces it in one transaction.
 		return errConflict
 	}
-	if err := m.remove(ctx, l[i]); err != nil {
-		return err
-	}
-	return errConflict
+	_, err = m.txn(ctx, unchanged(m.dir+own.key, own.revision), clientv3.OpDelete(m.dir+own.key))
+	return cmp.Or(err, errConflict)
 }
 
 // createdSince returns the leases that were created after revision since and may share a subnet
@@ -95,20 +94,13 @@ func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) (
 		end = m.dir + own.key + string(rune('&'+1))
 	}
 
-	var found []entry
-	err := m.callWithin(ctx, m.timing.page, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, from, clientv3.WithRange(end), clientv3.WithMinCreateRev(since+1))
-		if err != nil {
-			return err
-		}
-		found = make([]entry, len(resp.Kvs))
-		for i, kv := range resp.Kvs {
-			found[i] = m.entry(kv)
-		}
-		return nil
-	})
+	resp, err := m.get(ctx, from, clientv3.WithRange(end), clientv3.WithMinCreateRev(since+1))
 	if err != nil {
 		return nil, fmt.Errorf("look for leases of the same subnet: %w", err)
+	}
+	found := make([]entry, len(resp.Kvs))
+	for i, kv := range resp.Kvs {
+		found[i] = m.entry(kv)
 	}
 	return found, nil
 }
@@ -182,12 +174,6 @@ func (m *Manager) noteUnanswered(own ownLease) {
 	if m.attempt(written) < 0 {
 		m.unanswered = append(m.unanswered, own)
 	}
-}
-
-// remove deletes the key of e, unless the key has changed since e was read.
-func (m *Manager) remove(ctx context.Context, e entry) error {
-	_, err := m.txn(ctx, unchanged(m.dir+e.key, e.modRevision), clientv3.OpDelete(m.dir+e.key))
-	return err
 }
 
 func logDeleted(ctx context.Context, stale []entry, own ownLease) {
