@@ -19,7 +19,6 @@ import (
 // Acquire takes or renews this host's lease. It keeps the subnet that the node had if that is possible.
 // At a start, a reservation for the node comes first. See subnet.Manager.
 func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
-	defer m.outage.Forget(sourceLease)
 	pools, err := cfg.Pools()
 	if err == nil {
 		err = check(cfg, c)

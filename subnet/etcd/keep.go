@@ -25,7 +25,6 @@ var errOwnChanged = errors.New("own key has changed")
 // may have changed, and when the lease has to be renewed. It corrects the key if necessary. See
 // subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
-	defer m.outage.Forget(sourceLease)
 	defer m.discardSpare(ctx)
 	restores := wait.Backoff{
 		Least: m.timing.restoreMin, Most: m.timing.restored,

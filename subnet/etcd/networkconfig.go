@@ -15,7 +15,6 @@ import (
 
 // Config reads the configuration. See subnet.Manager.
 func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
-	defer m.outage.Forget(sourceConfig)
 	var cfg subnet.Config
 	err := m.retry(ctx, sourceConfig, func() (err error) {
 		cfg, _, err = m.config(ctx)

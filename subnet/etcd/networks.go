@@ -58,7 +58,6 @@ type NetworkConfigs struct {
 // returns the last Observation of each network that this node has recorded; it may be nil. Networks
 // continues after compaction and outages. It returns the error of ctx, or an error if m is closed.
 func (m *Manager) Networks(ctx context.Context, names []string, known func() map[string]subnet.Observation, sink func(NetworkConfigs)) error {
-	defer m.outage.Forget(sourceWatch)
 	keys := []string{m.root()}
 	if len(names) > 0 {
 		keys = nil
@@ -114,7 +113,6 @@ func observations(known func() map[string]subnet.Observation, seen map[string]in
 
 // Observe implements subnet.Manager.
 func (m *Manager) Observe(ctx context.Context, own subnet.Lease) (s subnet.Observation, err error) {
-	defer m.outage.Forget(sourceObservation)
 	var resp *clientv3.TxnResponse
 	err = m.retry(ctx, sourceObservation, func() (err error) {
 		resp, err = m.txn(ctx, nil, clientv3.OpGet(m.configKey(), clientv3.WithKeysOnly()), clientv3.OpGet(m.dir+own.Key)) // with WithKeysOnly etcd 3.7 omits the etcd lease of a key

@@ -13,7 +13,6 @@ import (
 // Recall finds this host's lease by its public address, or as the lease that was passed to Resumed. If the
 // public address is not known yet, it finds the lease with the subnet that the node had. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (c subnet.Claim, err error) {
-	defer m.outage.Forget(sourceLease)
 	err = m.retry(ctx, sourceLease, func() error {
 		unlock, err := m.lock(ctx)
 		if err != nil {

@@ -61,15 +61,16 @@ func (m *Manager) callWithin(ctx context.Context, deadline time.Duration, f func
 }
 
 // retry runs f until it succeeds, or fails for a reason that does not pass, or ctx ends. It returns
-// the last error of f, or the error of ctx. It reports each result as the outcome of activity s.
-func (m *Manager) retry(ctx context.Context, s string, f func() error) error {
+// the last error of f, or the error of ctx. It reports each result as the outcome of the activity.
+func (m *Manager) retry(ctx context.Context, activity string, f func() error) error {
+	defer m.outage.Forget(activity)
 	b := m.backoff()
 	for {
 		err := f()
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		m.report(ctx, s, err)
+		m.report(ctx, activity, err)
 		if !passes(err) {
 			return err
 		}

@@ -15,7 +15,6 @@ import (
 
 // Watch publishes the leases of other nodes. See subnet.Manager.
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
-	defer m.outage.Forget(sourceWatch)
 	cache := m.cache.Swap(&leaseCache{}).clone()
 	defer func() { m.cache.Store(cache) }()
 

@@ -17,7 +17,6 @@ import (
 // Acquire publishes c on this host's Node and returns the lease on its podCIDRs.
 // It waits for the Node, and for its podCIDRs. See subnet.Manager.
 func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
-	defer m.outage.Forget(starting)
 	waiting := false
 	for {
 		var own subnet.Lease
@@ -85,7 +84,6 @@ func (m *Manager) acquire(ctx context.Context, s *ownNode, cfg subnet.Config, c 
 		}
 	}
 
-	m.justRead.Store(s) // for Watch, which needs the revision of the store
 	return subnet.Lease{
 		Key: name, Order: uint64(s.created), BackendType: c.BackendType, NextType: c.NextType, Endpoints: es, Permanent: true,
 	}, nil

@@ -6,6 +6,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
+	"maps"
 	"math/rand/v2"
 	"strings"
 	"time"
@@ -77,13 +78,9 @@ func (r *eventSender) pause(ctx context.Context) error {
 // createOnce creates an Event unless it has created the same one within eventRepeat, or too many
 // others, or there is no own Node.
 func (r *eventSender) createOnce(ctx context.Context, e event) {
-	if at, ok := r.sent[e]; ok && time.Since(at) < eventRepeat || !r.limit.Allow() {
+	maps.DeleteFunc(r.sent, func(_ event, at time.Time) bool { return time.Since(at) >= eventRepeat })
+	if _, sent := r.sent[e]; sent || !r.limit.Allow() {
 		return
-	}
-	for old, at := range r.sent {
-		if time.Since(at) >= eventRepeat {
-			delete(r.sent, old)
-		}
 	}
 	if s := r.seen.Load(); s != nil && s.exists {
 		r.sent[e] = time.Now()

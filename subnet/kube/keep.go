@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"time"
 
 	"k8s.io/klog/v2"
 
@@ -25,7 +26,6 @@ var errOwnChanged = errors.New("own node has changed")
 // returns ErrLeaseLost, wrapped, when the Node has other podCIDRs or podCIDRs that cannot be used.
 // See subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
-	defer m.outage.Forget(maintaining)
 	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	defer wg.Wait()
@@ -203,9 +203,11 @@ func (m *Manager) await(ctx context.Context, s *ownNode, changed func(now *ownNo
 		case wire.Bookmark:
 			return nil
 		case wire.Deleted:
+			m.seen.Store(&ownNode{revision: e.Node.Revision, read: time.Now()})
 			return errOwnChanged
 		}
 		now := newOwnNode(e.Node, e.Node.Revision)
+		now.ready = m.ready()
 		m.seen.Store(now)
 		if changed(now) {
 			return errOwnChanged

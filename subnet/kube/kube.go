@@ -139,8 +139,6 @@ type Manager struct {
 	name  atomic.Pointer[string]  // name of this host's Node; nil until it is known
 	seen  atomic.Pointer[ownNode] // this host's Node as it was read or watched last; nil before
 	nodes atomic.Int64            // number of Nodes when they were last listed, counted or restored
-	// justRead is this host's Node as one method has just read it, for the next method that needs it.
-	justRead atomic.Pointer[ownNode]
 
 	// lastKnown contains the last known state, for the first Watch. cache is the cache of a Watch
 	// that has ended, for the next Watch.
@@ -195,7 +193,7 @@ type timing struct {
 	backoffMin, backoff  time.Duration
 	vary                 float64       // share by which pauses of the backoff vary
 	restoreMin, restored time.Duration // shortest and longest pause after this host's Node had to be written again
-	fresh                time.Duration // the age up to which justRead is used
+	fresh                time.Duration // the age up to which Manager.seen is used without another request
 	spread               time.Duration // multiplied by the number of Nodes, the time over which the lists of all nodes are spread; see turns too
 	requestPause         time.Duration // multiplied by the number of Nodes, the pause between requests for new Nodes
 	silence              time.Duration // shortest silence of a watch after which it is probed

@@ -141,7 +141,7 @@ func (m *Manager) readNodes(ctx context.Context, q query, on func(name string, s
 }
 
 // readOwn reads this host's Node, and the revision of the store, in one small request: the server reads
-// only this key from its store. It keeps the Node in m.justRead.
+// only this key from its store.
 func (m *Manager) readOwn(ctx context.Context) (*ownNode, error) {
 	name, err := m.nodeName(ctx)
 	if err != nil {
@@ -149,17 +149,15 @@ func (m *Manager) readOwn(ctx context.Context) (*ownNode, error) {
 	}
 	s, err := m.readNode(ctx, name, 0)
 	if err == nil {
-		m.justRead.Store(s)
 		m.seen.Store(s)
 	}
 	return s, err
 }
 
-// recent returns this host's Node. If another method has read the Node less than timing.fresh ago, and
-// no earlier call of recent has returned the result, recent returns that result. If not, it reads
-// the Node.
+// recent returns this host's Node. If another method has read the Node less than timing.fresh ago, or its
+// watch has brought it, recent returns that. If not, it reads the Node.
 func (m *Manager) recent(ctx context.Context) (*ownNode, error) {
-	if s := m.justRead.Swap(nil); s != nil && time.Since(s.read) < m.timing.fresh {
+	if s := m.seen.Load(); s != nil && time.Since(s.read) < m.timing.fresh {
 		return s, nil
 	}
 	return m.readOwn(ctx)

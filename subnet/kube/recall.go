@@ -36,7 +36,6 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 
 // ownAtStart returns this host's Node as read returns it. It repeats read while that may help.
 func (m *Manager) ownAtStart(ctx context.Context, read func(context.Context) (*ownNode, error)) (s *ownNode, err error) {
-	defer m.outage.Forget(starting)
 	err = m.retry(ctx, starting, func() (err error) {
 		s, err = read(ctx)
 		return err
@@ -59,7 +58,6 @@ func (m *Manager) Location(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	m.justRead.Store(s) // for Recall
 	m.location.Store(&s.location)
 	if subnet.CheckLocation(s.location) == nil {
 		return s.location, nil
@@ -74,7 +72,6 @@ func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, err
 	if err != nil {
 		return subnet.Claim{}, err
 	}
-	m.justRead.Store(s)                                // for Acquire
 	c, _ := m.keys.Decode(s.published(), s.cidrs, nil) // values that cannot be read are published again
 	return c, nil
 }

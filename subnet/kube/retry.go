@@ -29,6 +29,7 @@ func (m *Manager) report(ctx context.Context, activity string, err error) {
 // retry runs f until it succeeds, or fails for a reason that does not pass, or ctx ends. It returns
 // the last error of f, or the error of ctx. It reports each result as the outcome of the activity.
 func (m *Manager) retry(ctx context.Context, activity string, f func() error) error {
+	defer m.outage.Forget(activity)
 	b := m.backoff()
 	for {
 		err := f()
