@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
@@ -202,21 +203,13 @@ func (f *follower) fetch(ctx context.Context, a *nodeRequest, spread time.Durati
 	}
 
 	// The request is an activity of its own, because the watch works at the same time.
-	activity := getting + a.names[0]
-	defer f.outage.Forget(activity)
-	b := f.backoff()
-	for failed := false; ; failed = true {
+	return f.retry(ctx, getting+a.names[0], func() error {
 		err := f.requestOnce(ctx, a)
-		if err != nil || failed {
-			f.report(ctx, activity, err)
+		if err != nil {
+			_ = wait.For(ctx, f.client.random(spread)) // retry notices the end of ctx
 		}
-		if err == nil {
-			return nil
-		}
-		if err := b.Wait(ctx, apiErrorOf(err).retryAfter+f.client.random(spread)); err != nil {
-			return err
-		}
-	}
+		return err
+	})
 }
 
 // answered applies an answer to the cache. It requests a Node again if its podCIDRs are still

@@ -15,44 +15,29 @@ import (
 // flanneld cannot see whether another program enforces them. warnPolicies logs nothing if the role
 // of flanneld does not permit the request. It returns when it has an answer or ctx ends.
 func (m *Manager) warnPolicies(ctx context.Context) {
-	if m.policiesSeen.Load() {
-		return
-	}
-
-	b := m.backoff()
-	for {
-		name, err := m.somePolicy(ctx)
-		switch {
-		case err == nil, hasCode(err, http.StatusForbidden, http.StatusNotFound):
-			m.policiesSeen.Store(true)
-			if name != "" {
-				klog.FromContext(ctx).Error(nil, "there are NetworkPolicies, and flanneld does not enforce them: "+
-					"without another program that does they have no effect", "example", name)
-			}
-			return
-		case b.Wait(ctx, apiErrorOf(err).retryAfter) != nil:
-			return
-		}
-	}
-}
-
-// somePolicy returns one NetworkPolicy in the form NAMESPACE/NAME. It returns "" if there is none, or
-// if the answer cannot be decoded.
-func (m *Manager) somePolicy(ctx context.Context) (string, error) {
-	var list struct {
-		Items []struct {
-			Metadata struct{ Namespace, Name string }
-		}
-	}
-	err := m.client.callJSON(ctx, m.timing.request, request{
+	r := request{
 		group: "networking.k8s.io", path: "networkpolicies", query: url.Values{"limit": {"1"}},
 		accept: "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",
-	}, &list)
-	switch {
-	case passes(err), err != nil && ctx.Err() != nil:
-		return "", err
-	case err != nil || len(list.Items) == 0: // an answer that cannot be decoded is not worth another try
-		return "", nil //nolint:nilerr // see above
 	}
-	return list.Items[0].Metadata.Namespace + "/" + list.Items[0].Metadata.Name, nil
+	for b := m.backoff(); !m.policiesSeen.Load(); {
+		var list struct {
+			Items []struct {
+				Metadata struct{ Namespace, Name string }
+			}
+		}
+		err := m.client.callJSON(ctx, m.timing.request, r, &list)
+		if passes(err) && !hasCode(err, http.StatusForbidden, http.StatusNotFound) || ctx.Err() != nil {
+			if b.Wait(ctx, apiErrorOf(err).retryAfter) != nil {
+				return
+			}
+			continue
+		}
+
+		m.policiesSeen.Store(true) // even if the answer cannot be decoded, which another try would not change
+		if len(list.Items) > 0 {
+			example := list.Items[0].Metadata.Namespace + "/" + list.Items[0].Metadata.Name
+			klog.FromContext(ctx).Error(nil, "there are NetworkPolicies, and flanneld does not enforce them: "+
+				"without another program that does they have no effect", "example", example)
+		}
+	}
 }
