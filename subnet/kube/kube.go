@@ -66,7 +66,9 @@ func New(cfg Config) (*Manager, error) {
 		timing: defaultTiming(),
 	}
 
-	m.lastKnown.Store(&cfg)
+	known := newNodeCache(cfg, k)
+	m.cache.Store(known)
+	m.nodes.Store(int64(len(known.entries)))
 	m.cfg.Known = subnet.LedgerState{}
 	m.events = newEventSender(m)
 	m.ignores.Store(new(string))
@@ -140,10 +142,9 @@ type Manager struct {
 	seen  atomic.Pointer[ownNode] // this host's Node as it was read or watched last; nil before
 	nodes atomic.Int64            // number of Nodes when they were last listed, counted or restored
 
-	// lastKnown contains the last known state, for the first Watch. cache is the cache of a Watch
-	// that has ended, for the next Watch.
-	lastKnown atomic.Pointer[Config]
-	cache     atomic.Pointer[nodeCache]
+	// cache has the Nodes while no Watch has them: the last known state, or those of a Watch that has ended. It is
+	// never nil.
+	cache atomic.Pointer[nodeCache]
 
 	writing      sync.Mutex  // locked while this host's Node is written
 	policiesSeen atomic.Bool // warnPolicies has got an answer and does not ask again

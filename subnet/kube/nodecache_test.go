@@ -151,7 +151,7 @@ func TestChangesAndSnapshotsAgree(t *testing.T) {
 func TestNodesDoNotFillTheLog(t *testing.T) {
 	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
 	ctx := klog.NewContext(t.Context(), logger)
-	cache := (&Manager{}).newNodeCache(ctx)
+	cache := newNodeCache(Config{}, nil)
 	e := &entry{name: "n1"}
 	for range 2 * loglimit.Many {
 		e.err = errors.New("wrong")
@@ -170,7 +170,7 @@ func TestNodesDoNotFillTheLog(t *testing.T) {
 func TestReplacedNodeCanBeRead(t *testing.T) {
 	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
 	ctx := klog.NewContext(t.Context(), logger)
-	cache := (&Manager{keys: defaultKeys()}).newNodeCache(ctx)
+	cache := newNodeCache(Config{}, defaultKeys())
 	cache.entries = map[string]*entry{"n1": {name: "n1", uid: "former", err: errors.New("wrong")}}
 	cache.logUnreadable(ctx, cache.entries["n1"])
 	next := cache.successor()

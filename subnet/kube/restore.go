@@ -18,43 +18,30 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
 
-// newNodeCache returns a cache that contains the last known state. The cache is empty if there is
-// none, if an earlier call has used it, or if the configuration cannot be read.
-func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
-	cache := &nodeCache{keys: m.keys, problems: loglimit.NewChanges(loglimit.Many)}
-	f := m.lastKnown.Swap(nil)
-	cfg, err := m.Config(ctx)
-	if f == nil || f.Known.Store.ID == "" || err != nil {
+// newNodeCache returns a cache that contains the last known state in cfg, or nothing.
+func newNodeCache(cfg Config, keys *annotation.Keys) *nodeCache {
+	cache := &nodeCache{keys: keys, problems: loglimit.NewChanges(loglimit.Many)}
+	if cfg.Known.Store.ID == "" {
 		return cache
 	}
-	cache.store = f.Known.Store
+	cache.store = cfg.Known.Store
 	cache.entries = map[string]*entry{}
 	add := func(l subnet.Lease) {
-		e := &entry{name: l.Key, order: l.Order, lease: &l, ofLease: true}
-		cache.entries[l.Key] = e
-		for _, n := range cfg.Networks {
-			ep, ok := l.Endpoint(n.Family())
-			if !ok { // the Node may have a podCIDR of this family by now
-				e.cidrs = nil
-				return
-			}
-			e.cidrs = append(e.cidrs, ep.Subnet)
-		}
+		cache.entries[l.Key] = &entry{name: l.Key, order: l.Order, lease: &l, cidrs: l.Subnets(), ofLease: true}
 	}
 
-	for _, p := range f.Known.Peers {
+	for _, p := range cfg.Known.Peers {
 		if p.HeldUntil.IsZero() { // the store has lost the Node of a held peer
 			add(p.Lease)
 		}
 	}
 
-	if f.Own.Key != "" {
-		add(f.Own)
+	if cfg.Own.Key != "" {
+		add(cfg.Own)
 	}
 	if cache.store.Mark != "" {
 		cache.standing = lastKnown
 	}
-	m.nodes.Store(int64(len(cache.entries)))
 	return cache
 }
 
@@ -83,13 +70,13 @@ func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 }
 
 // restore compares the last known state, which cache contains, with the store. s is this host's Node as
-// the store has it now. The cache is current after that, or outdated if the state is incomplete, its revision
-// was compacted, or the store is another one.
+// the store has it now. The cache is current after that, or outdated if its revision was compacted, or the store is
+// another one.
 func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) error {
 	name := *m.name.Load()
 	revision := cache.store.Revision
 	own := cache.entries[name]
-	is := own != nil && cache.full() && s.exists && revision > 0 && s.revision >= revision
+	is := own != nil && s.exists && revision > 0 && s.revision >= revision
 	if is {
 		version, err := m.versionAt(ctx, name, revision)
 		if err != nil {
@@ -111,19 +98,6 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) err
 	cache.standing = current
 	cache.auditAt = time.Now().Add(m.client.random(m.timing.audit))
 	return nil
-}
-
-// full reports whether the podCIDRs of all entries are known. restore calls it while the cache
-// contains only the last known state. newNodeCache has then taken the podCIDRs of each Node from the
-// subnets of its lease. If a lease has no subnet of an enabled family, the Node may have got a podCIDR
-// of that family since the state was saved. So the podCIDRs of that Node are not known.
-func (c *nodeCache) full() bool {
-	for _, e := range c.entries {
-		if e.cidrs == nil {
-			return false
-		}
-	}
-	return true
 }
 
 // versionAt returns the version that the Node with that name had when the store was at revision, and 0 if there

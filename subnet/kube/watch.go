@@ -18,10 +18,7 @@ import (
 // Watch publishes the leases of other nodes. See subnet.Manager.
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	defer m.outage.Forget(watching)
-	cache := m.cache.Swap(nil)
-	if cache == nil {
-		cache = m.newNodeCache(ctx)
-	}
+	cache := m.cache.Swap(newNodeCache(Config{}, m.keys))
 	defer func() {
 		cache.publishMark(sink)
 		m.cache.Store(cache)
