@@ -60,24 +60,17 @@ func explain(endpoints []string, waited time.Duration, err error) error {
 	if err == nil || errors.Is(err, errConflict) || errors.Is(err, context.Canceled) || errors.Is(err, errClosed) {
 		return err
 	}
-	if status.Code(err) == codes.Canceled { // the connection was closed: the caller's context is not the cause
-		return errRenewed
-	}
-	cause := fmt.Sprintf("no answer within %s", waited)
-	code := codes.Unavailable
-	var e rpctypes.EtcdError
+	code := codeOf(err)
+	cause := dialCause(status.Convert(err).Message())
 	switch {
+	case code == codes.Canceled: // the connection was closed: the caller's context is not the cause
+		return errRenewed
 	case errors.Is(err, errLoggingIn):
 		cause = err.Error()
-	case errors.Is(err, context.DeadlineExceeded), status.Code(err) == codes.DeadlineExceeded:
+	case code == codes.DeadlineExceeded:
+		cause = fmt.Sprintf("no answer within %s", waited)
 	case errors.Is(err, io.EOF):
 		cause = "connection closed"
-	case errors.As(rpctypes.Error(err), &e):
-		code = e.Code()
-		cause = dialCause(e.Error())
-	default:
-		code = status.Code(err)
-		cause = dialCause(status.Convert(err).Message())
 	}
 
 	kind := "unreachable"
@@ -87,7 +80,7 @@ func explain(endpoints []string, waited time.Duration, err error) error {
 	case code == codes.PermissionDenied, code == codes.Unauthenticated, code == codes.InvalidArgument:
 		kind = code.String()
 	}
-	if code == codes.Unavailable {
+	if code == codes.Unavailable || code == codes.DeadlineExceeded {
 		cause += viaProxy(endpoints)
 	}
 	return &storeError{kind, fmt.Sprintf("etcd %s: %s", strings.Join(endpoints, ","), oneline.Collapse(cause)), err}

@@ -3,6 +3,7 @@
 package etcd
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -60,11 +61,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (checked int64, re
 		return 0, false, err
 	}
 	defer unlock()
-	own, err := m.ownOr(l)
-	if err != nil {
-		return 0, false, err
-	}
-	found, checked, err := m.read(ctx, own.key)
+	found, checked, err := m.read(ctx, cmp.Or(m.own.key, l.Key))
 	if err != nil {
 		return 0, false, fmt.Errorf("read this host's lease: %w", err)
 	}
@@ -74,7 +71,8 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (checked int64, re
 		}
 		m.recognize(ctx, *found)
 	}
-	if own, err = m.ownOr(l); err != nil {
+	own, err := m.ownOr(l)
+	if err != nil {
 		return 0, false, err
 	}
 	logger := klog.FromContext(ctx).WithValues("key", own.key)
@@ -86,7 +84,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (checked int64, re
 		}
 		logger.Info("this host's lease was gone, taken again")
 		return checked, true, nil
-	case m.isCurrent(*found, own):
+	case m.isOwn(*found) && (own.grant.id == 0 || m.untilRenewal(own.grant) > 0): // it needs neither a write nor a renewal yet
 		return checked, false, nil
 	case m.relationTo(own.claim, nil, nil)(*found) == foreign && identity(found.lease.Claim()).IsValid():
 		return 0, false, lost(own.key, *found)
@@ -129,12 +127,6 @@ func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
 	var err error
 	own.value, err = codec.Encode(own.claim)
 	return own, err
-}
-
-// isCurrent reports whether found, this host's key as it was read, needs neither a write nor a renewal
-// yet.
-func (m *Manager) isCurrent(found entry, own ownLease) bool {
-	return m.isOwn(found) && (own.grant.id == 0 || m.untilRenewal(own.grant) > 0)
 }
 
 // renewal returns the time at which g has to be renewed: the margin before its end, and earlier by
