@@ -159,12 +159,12 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 		}
 	}
 
-	have, err := a.get(ctx, key)
+	have, _, err := a.m.read(ctx, key)
 	switch {
-	case errors.Is(err, ErrNotFound):
-		return key, a.swap(ctx, "reserve", a.m.dir+key, 0, clientv3.OpPut(a.m.dir+key, string(value)))
 	case err != nil:
-		return "", err
+		return "", fmt.Errorf("read %s: %w", a.m.dir+key, err)
+	case have == nil:
+		return key, a.swap(ctx, "reserve", a.m.dir+key, 0, clientv3.OpPut(a.m.dir+key, string(value)))
 	case have.err != nil || !hasPublicIP(have.lease, identity(c)):
 		return "", fmt.Errorf("reserve %s: it belongs to %s", key, ownerOf(have.lease))
 	case have.leaseID == 0:
@@ -173,27 +173,18 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 	return key, a.swap(ctx, "reserve", a.m.dir+key, have.modRevision, clientv3.OpPut(a.m.dir+key, "", clientv3.WithIgnoreValue()))
 }
 
-// get returns one key below subnets/, or ErrNotFound, wrapped.
-func (a *Admin) get(ctx context.Context, key string) (entry, error) {
-	found, _, err := a.m.read(ctx, key)
-	if err == nil && found == nil {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return entry{}, fmt.Errorf("read %s: %w", a.m.dir+key, err)
-	}
-	return *found, nil
-}
-
 // Revoke deletes the lease with this key, or the reservation if reservation is true. It returns an
 // error if the key is not of that kind, ErrNotFound, wrapped, if there is no such key, and
 // ErrChanged, wrapped, if another client has just changed the key. If the owner is running, it
 // takes the subnet again.
 func (a *Admin) Revoke(ctx context.Context, key string, reservation bool) error {
-	e, err := a.get(ctx, key)
+	e, _, err := a.m.read(ctx, key)
+	if err == nil && e == nil {
+		err = ErrNotFound
+	}
 	switch {
 	case err != nil:
-		return err
+		return fmt.Errorf("read %s: %w", a.m.dir+key, err)
 	case reservation && e.leaseID != 0:
 		return fmt.Errorf("%s is a lease, not a reservation", key)
 	case !reservation && e.leaseID == 0:

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"net/netip"
 	"net/url"
+	"slices"
 	"strconv"
 	"time"
 )
@@ -23,8 +24,7 @@ const (
 type Daemons struct {
 	client    *client
 	namespace string
-	pods      map[string]string // names of the pods, by name of the Node
-	all       []podObject
+	pods      []podObject
 }
 
 // FindDaemons lists the running pods with the labels of selector. It uses only what locates the API server in cfg. The
@@ -42,13 +42,7 @@ func FindDaemons(ctx context.Context, cfg Config, namespace, selector string) (*
 		c.renew()
 		return nil, err
 	}
-	d := &Daemons{client: c, namespace: namespace, pods: map[string]string{}, all: pods}
-	for _, p := range pods {
-		if p.runs() {
-			d.pods[p.Spec.NodeName] = p.Metadata.Name
-		}
-	}
-	return d, nil
+	return &Daemons{client: c, namespace: namespace, pods: pods}, nil
 }
 
 // podObject is the part of a pod that this package reads.
@@ -56,8 +50,8 @@ type podObject struct {
 	Metadata struct{ Name, DeletionTimestamp string }
 	Spec     struct {
 		NodeName         string
-		InitContainers   []struct{ Name string }
-		Containers       []struct{ Name, Image string }
+		InitContainers   []container
+		Containers       []container
 		ImagePullSecrets []struct {
 			Name string `json:"name"`
 		}
@@ -68,6 +62,8 @@ type podObject struct {
 		InitContainerStatuses, ContainerStatuses []containerStatus
 	}
 }
+
+type container struct{ Name, Image string }
 
 type containerStatus struct {
 	Name         string
@@ -107,12 +103,12 @@ func listPods(ctx context.Context, c *client, namespace, selector string) (pods 
 // an error if FindDaemons has found no running pod there. The caller must read the answer before
 // ctx ends, and close it.
 func (d *Daemons) Get(ctx context.Context, node string, port int, path string, query url.Values) (io.ReadCloser, error) {
-	pod, ok := d.pods[node]
-	if !ok {
+	i := slices.IndexFunc(d.pods, func(p podObject) bool { return p.runs() && p.Spec.NodeName == node })
+	if i < 0 {
 		return nil, fmt.Errorf("there is no running pod of flanneld on it in namespace %s", d.namespace)
 	}
 	resp, err := d.client.do(ctx, request{
-		path:  "namespaces/" + url.PathEscape(d.namespace) + "/pods/" + url.PathEscape(pod+":"+strconv.Itoa(port)) + "/proxy/" + path,
+		path:  "namespaces/" + url.PathEscape(d.namespace) + "/pods/" + url.PathEscape(d.pods[i].Metadata.Name+":"+strconv.Itoa(port)) + "/proxy/" + path,
 		query: query, accept: acceptJSON,
 	})
 	if err != nil {

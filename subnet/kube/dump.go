@@ -25,13 +25,10 @@ type DaemonPod struct {
 
 // Pods returns all pods that FindDaemons has found.
 func (d *Daemons) Pods() []DaemonPod {
-	pods := make([]DaemonPod, 0, len(d.all))
-	for _, p := range d.all {
+	pods := make([]DaemonPod, 0, len(d.pods))
+	for _, p := range d.pods {
 		one := DaemonPod{Name: p.Metadata.Name, Node: p.Spec.NodeName, Runs: p.runs(), Phase: p.Status.Phase}
-		for _, c := range p.Spec.InitContainers {
-			one.Containers = append(one.Containers, c.Name)
-		}
-		for _, c := range p.Spec.Containers {
+		for _, c := range slices.Concat(p.Spec.InitContainers, p.Spec.Containers) {
 			one.Containers = append(one.Containers, c.Name)
 		}
 		for _, s := range slices.Concat(p.Status.InitContainerStatuses, p.Status.ContainerStatuses) {

@@ -53,7 +53,7 @@ func NewTestPods(ctx context.Context, cfg Config, namespace, selector, image str
 		return nil, err
 	}
 	t := &TestPods{client: d.client, namespace: namespace, image: image, name: "flannel-connectivity-" + strings.ToLower(rand.Text()[:8])}
-	for _, p := range d.all {
+	for _, p := range d.pods {
 		if !p.runs() {
 			continue
 		}
