@@ -148,12 +148,7 @@ func (c Config) Goal() Config {
 
 // Network returns the network of family f; ok is false if it is not enabled.
 func (c Config) Network(f prefix.Family) (n Network, ok bool) {
-	for _, n := range c.Networks {
-		if prefix.FamilyOf(n.Prefix.Addr()) == f {
-			return n, true
-		}
-	}
-	return Network{}, false
+	return find(c.Networks, func(n Network) bool { return n.Family() == f })
 }
 
 // Spares returns an error if a host could be given a subnet of c that contains one of addrs, because routes

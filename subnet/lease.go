@@ -51,12 +51,15 @@ type Lease struct {
 
 // Endpoint returns the lease's endpoint of family f. ok is false if the lease has none.
 func (l Lease) Endpoint(f prefix.Family) (e Endpoint, ok bool) {
-	for _, e := range l.Endpoints {
-		if e.Family() == f {
-			return e, true
-		}
+	return find(l.Endpoints, func(e Endpoint) bool { return e.Family() == f })
+}
+
+// find returns the first of all for which is returns true.
+func find[T any](all []T, is func(T) bool) (found T, ok bool) {
+	if i := slices.IndexFunc(all, is); i >= 0 {
+		return all[i], true
 	}
-	return Endpoint{}, false
+	return found, false
 }
 
 // Reservation reports whether nothing in the lease tells that a host has taken it: it does not expire, and
@@ -132,12 +135,7 @@ type Claim struct {
 // Endpoint returns the claim's endpoint whose public address is of family f, because a claim may have no
 // subnet yet. ok is false if the claim has none.
 func (c Claim) Endpoint(f prefix.Family) (e Endpoint, ok bool) {
-	for _, e := range c.Endpoints {
-		if prefix.FamilyOf(e.PublicIP) == f {
-			return e, true
-		}
-	}
-	return Endpoint{}, false
+	return find(c.Endpoints, func(e Endpoint) bool { return prefix.FamilyOf(e.PublicIP) == f })
 }
 
 // Subnets returns the subnets of all endpoints.

@@ -301,9 +301,9 @@ func (c *client) fail(conn *connection) {
 func (c *client) nextTry() time.Time { return time.Now().Add(wait.Vary(c.timing.back, 0.5)) }
 
 // comeBack replaces the connection by one to the preferred endpoint, if this host left that endpoint
-// long enough ago and its member answers request again. Without comeBack all hosts would stay with the
+// long enough ago and its member answers a read of key again. Without comeBack all hosts would stay with the
 // members that were never restarted. Requests on the old connection fail as if it had broken.
-func (c *client) comeBack(ctx context.Context, request func(context.Context, *clientv3.Client) error) {
+func (c *client) comeBack(ctx context.Context, key string) {
 	c.mu.Lock()
 	due := !c.done && !c.back.IsZero() && time.Now().After(c.back)
 	if due {
@@ -311,7 +311,7 @@ func (c *client) comeBack(ctx context.Context, request func(context.Context, *cl
 	}
 
 	c.mu.Unlock()
-	if !due || !c.works(ctx, c.preferred, request) {
+	if !due || !c.works(ctx, c.preferred, key) {
 		return
 	}
 
@@ -323,9 +323,9 @@ func (c *client) comeBack(ctx context.Context, request func(context.Context, *cl
 	c.renew()
 }
 
-// works reports whether the member at endpoint answers request within timing.request, over a
+// works reports whether the member at endpoint answers a read of key within timing.request, over a
 // connection made for that.
-func (c *client) works(ctx context.Context, endpoint string, request func(context.Context, *clientv3.Client) error) bool {
+func (c *client) works(ctx context.Context, endpoint, key string) bool {
 	conn, err := c.dial([]string{endpoint})
 	if err != nil {
 		return false
@@ -333,7 +333,8 @@ func (c *client) works(ctx context.Context, endpoint string, request func(contex
 	defer func() { _ = conn.Close() }()
 	ctx, cancel := context.WithTimeout(clientv3.WithRequireLeader(ctx), c.timing.request)
 	defer cancel()
-	return isAnswer(codeOf(request(ctx, conn)))
+	_, err = conn.Get(ctx, key, clientv3.WithCountOnly())
+	return isAnswer(codeOf(err))
 }
 
 // get returns the connection, and the token that its requests will have. token is empty if etcd

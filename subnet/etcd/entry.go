@@ -26,6 +26,14 @@ type entry struct {
 // leased reports whether e is a lease that expires, not a reservation.
 func (e *entry) leased() bool { return e.leaseID != 0 }
 
+// problem returns the text of err. It is empty if there is none, or e is nil.
+func (e *entry) problem() string {
+	if e == nil || e.err == nil {
+		return ""
+	}
+	return e.err.Error()
+}
+
 // is reports whether e was written at that revision and with that etcd lease. Unlike a revision,
 // the id of an etcd lease does not come again in a store that was emptied.
 func (e *entry) is(modRevision int64, lease clientv3.LeaseID) bool {

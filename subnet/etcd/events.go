@@ -57,15 +57,8 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 // logUndecodable logs when a lease becomes unreadable, when the reason changes, and when the lease
 // can be read again. before is the former entry, or nil if there was none.
 func (m *Manager) logUndecodable(ctx context.Context, before, now *entry) {
-	was := ""
-	is := ""
-	if before != nil && before.err != nil {
-		was = before.err.Error()
-	}
-	if now.err != nil {
-		is = now.err.Error()
-	}
-	if is == was {
+	is := now.problem()
+	if is == before.problem() {
 		return
 	}
 

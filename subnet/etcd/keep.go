@@ -33,16 +33,16 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	}
 	for {
 		err := m.retry(ctx, sourceLease, func() error {
-			checked, restored, err := m.ensure(ctx, own)
+			own, checked, err := m.ensure(ctx, own)
 			if err != nil {
 				return err
 			}
 			m.discardSpare(ctx) // it was not needed
-			if restored {
+			if checked == 0 {
 				// Two programs that overwrite each other's value must not do so in a tight loop.
 				return restores.Wait(ctx, 0)
 			}
-			return m.await(ctx, checked)
+			return m.await(ctx, own, checked)
 		})
 		if err != nil && !errors.Is(err, errOwnChanged) {
 			return err
@@ -51,54 +51,53 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 }
 
 // ensure reads this host's key and corrects it: it creates the key again, writes its value again, or
-// renews the lease. restored means that the key was gone or had another value, perhaps because
-// another program has written it. If restored is false, checked is the revision up to which the key
-// needs no correction. ensure returns subnet.ErrLeaseLost, wrapped, if the key belongs to another
+// renews the lease. checked is the revision up to which the key needs no correction. It is zero if the key
+// was gone or had another value, perhaps because another program has written it. own is this host's lease
+// after that. ensure returns subnet.ErrLeaseLost, wrapped, if the key belongs to another
 // node, or is gone and cannot be created because another key has one of its subnets.
-func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (checked int64, restored bool, err error) {
+func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (own ownLease, checked int64, err error) {
 	unlock, err := m.lock(ctx)
 	if err != nil {
-		return 0, false, err
+		return own, 0, err
 	}
 	defer unlock()
 	found, checked, err := m.read(ctx, cmp.Or(m.own.key, l.Key))
 	if err != nil {
-		return 0, false, fmt.Errorf("read this host's lease: %w", err)
+		return own, 0, fmt.Errorf("read this host's lease: %w", err)
 	}
 	if found != nil {
 		if err := m.yieldIfOlder(ctx, *found); err != nil {
-			return 0, false, err
+			return own, 0, err
 		}
 		m.recognize(ctx, *found)
 	}
-	own, err := m.ownOr(l)
-	if err != nil {
-		return 0, false, err
+	if own, err = m.ownOr(l); err != nil {
+		return own, 0, err
 	}
 	logger := klog.FromContext(ctx).WithValues("key", own.key)
 	switch {
 	case found == nil:
 		err := m.asPermitted(ctx, func(may *rights) error { return m.recreate(ctx, own, may) })
 		if err != nil {
-			return 0, false, err
+			return own, 0, err
 		}
 		logger.Info("this host's lease was gone, taken again")
-		return checked, true, nil
+		return m.own, 0, nil
 	case m.isOwn(*found) && (own.grant.id == 0 || m.untilRenewal(own.grant) > 0): // it needs neither a write nor a renewal yet
-		return checked, false, nil
+		return m.own, checked, nil
 	case m.relationTo(own.claim, nil, nil)(*found) == foreign && identity(found.lease.Claim()).IsValid():
-		return 0, false, lost(own.key, *found)
+		return own, 0, lost(own.key, *found)
 	}
 
 	err = m.asPermitted(ctx, func(*rights) error { return m.refresh(ctx, *found, own, nil) })
 	if err != nil {
-		return 0, false, fmt.Errorf("renew this host's lease: %w", err)
+		return own, 0, fmt.Errorf("renew this host's lease: %w", err)
 	}
 	if found.sum == own.sum() {
-		return max(checked, m.own.revision), false, nil
+		return m.own, max(checked, m.own.revision), nil
 	}
 	logger.Info("this host's lease was changed, written again")
-	return checked, true, nil
+	return m.own, 0, nil
 }
 
 // yieldIfOlder completes a recreate that has written this host's key as found, but failed before it
@@ -191,16 +190,10 @@ func (m *Manager) recreate(ctx context.Context, own ownLease, may *rights) error
 	return m.create(ctx, own, l.store.Revision, stale)
 }
 
-// await blocks until this host's key may have changed after revision checked, or has to be renewed. It
+// await blocks until the key of own may have changed after revision checked, or has to be renewed. It
 // returns errOwnChanged in both cases, and also if the watch is silent or cannot continue from that
 // revision. It returns another error if the watch fails.
-func (m *Manager) await(ctx context.Context, checked int64) error {
-	unlock, err := m.lock(ctx)
-	if err != nil {
-		return err
-	}
-	own := m.own
-	unlock()
+func (m *Manager) await(ctx context.Context, own ownLease, checked int64) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	if own.grant.id != 0 {
@@ -208,7 +201,7 @@ func (m *Manager) await(ctx context.Context, checked int64) error {
 		defer timer.Stop()
 	}
 
-	err = m.follow(ctx, []string{m.dir + own.key}, checked+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
+	err := m.follow(ctx, []string{m.dir + own.key}, checked+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
 		m.report(ctx, sourceLease, nil)
 		changed := slices.ContainsFunc(resp.Events, func(ev *mvccpb.Event) bool { return ev.Kv.ModRevision > checked })
 		// If the host was suspended, the timer is late by the time of the suspension.

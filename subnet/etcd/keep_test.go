@@ -97,7 +97,7 @@ func TestRenewalAfterSuspend(t *testing.T) {
 		defer slept.Store(int64(23*time.Hour + 30*time.Minute)) // the host sleeps when the timer has been set
 		return clock()
 	}
-	err := m.await(ctx, revision)
+	err := m.await(ctx, m.own, revision)
 	m.wall = clock
 	if !errors.Is(err, errOwnChanged) {
 		t.Errorf("a watch of the key that was up meanwhile ended with %v", err)

@@ -244,10 +244,7 @@ func (m *Manager) verify(ctx context.Context, s *stream) error {
 		if err := m.awaitRevision(ctx, s, head.Header.Revision); err != nil {
 			return err
 		}
-		m.client.comeBack(ctx, func(ctx context.Context, c *clientv3.Client) error {
-			_, err := c.Get(ctx, m.configKey(), clientv3.WithCountOnly())
-			return err
-		})
+		m.client.comeBack(ctx, m.configKey())
 	}
 }
 
