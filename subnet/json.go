@@ -200,14 +200,14 @@ func kindName(t reflect.Type) string {
 	return t.String()
 }
 
-func decodeString(key string, raw json.RawMessage, into *string) error {
+func decodeString(key string, raw json.RawMessage) (s string, err error) {
 	if raw[0] != '"' {
-		return fmt.Errorf("%s: want a string, have %s", key, Shorten(string(raw)))
+		return "", fmt.Errorf("%s: want a string, have %s", key, Shorten(string(raw)))
 	}
-	if err := json.Unmarshal(raw, into); err != nil {
-		return fmt.Errorf("%s: %w", key, explain(err))
+	if err := json.Unmarshal(raw, &s); err != nil {
+		return "", fmt.Errorf("%s: %w", key, explain(err))
 	}
-	return nil
+	return s, nil
 }
 
 // Shorten cuts off the part of s behind the first 64 bytes and puts "…" in its place, so that a

@@ -172,8 +172,8 @@ func (n wireNetwork) parse() (Network, error) {
 // that there is none: the result is then the zero prefix.
 func parseNetwork(f prefix.Family, raw json.RawMessage) (netip.Prefix, error) {
 	key := keyName(f, "Network")
-	var s string
-	if err := decodeString(key, raw, &s); err != nil {
+	s, err := decodeString(key, raw)
+	if err != nil {
 		return netip.Prefix{}, err
 	}
 	p, err := netip.ParsePrefix(s)
@@ -207,8 +207,8 @@ type rangeInUse struct {
 // decodeAddr decodes the address of family f that is the JSON value of key. The addresses 0.0.0.0
 // and :: mean that there is none: the result is then the zero address.
 func decodeAddr(f prefix.Family, key string, raw json.RawMessage) (netip.Addr, error) {
-	var s string
-	if err := decodeString(key, raw, &s); err != nil {
+	s, err := decodeString(key, raw)
+	if err != nil {
 		return netip.Addr{}, err
 	}
 	a, err := ParseAddr(f, s)

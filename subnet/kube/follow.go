@@ -246,7 +246,7 @@ func (f *follower) probe(ctx context.Context) error {
 
 	name := f.cache.own
 	f.wg.Go(func() {
-		s, err := f.readNode(ctx, name, 0)
+		s, err := f.readNode(ctx, name)
 		if err != nil {
 			s = &ownNode{} // the store's state is not known, so the watch does not count as stale
 		}

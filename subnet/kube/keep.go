@@ -206,7 +206,7 @@ func (m *Manager) await(ctx context.Context, s *ownNode, changed func(now *ownNo
 			m.seen.Store(&ownNode{revision: e.Node.Revision, read: time.Now()})
 			return errOwnChanged
 		}
-		now := newOwnNode(e.Node, e.Node.Revision)
+		now := newOwnNode(e.Node)
 		now.ready = m.ready()
 		m.seen.Store(now)
 		if changed(now) {

@@ -73,7 +73,7 @@ func (w *randomStore) answer() {
 	for _, name := range w.v.missing() {
 		got := &nodeRequest{names: []string{name}, found: map[string]*ownNode{}}
 		if n := w.nodes[name]; n != nil {
-			got.found[name] = newOwnNode(wiretest.Decode(w.t, w.d, n, false), 0)
+			got.found[name] = newOwnNode(wiretest.Decode(w.t, w.d, n, false))
 		}
 		w.v.applyAnswer(got)
 		w.v.publish(w.t.Context(), name, w.sink)
@@ -301,7 +301,7 @@ func TestClaimed(t *testing.T) {
 	event(wire.Modified, first, "9")
 	claimed("another address", "n1", 9)
 	event(wire.Added, second, "10")
-	cache.applyAnswer(&nodeRequest{names: []string{"n2"}, found: map[string]*ownNode{"n2": newOwnNode(wiretest.Decode(t, d, second, false), 0)}})
+	cache.applyAnswer(&nodeRequest{names: []string{"n2"}, found: map[string]*ownNode{"n2": newOwnNode(wiretest.Decode(t, d, second, false))}})
 	claimed("a new Node", "n2", 10)
 	list(first, "11")
 	claimed("another list", "n1", 9)

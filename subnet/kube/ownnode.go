@@ -40,10 +40,10 @@ type ownNode struct {
 
 var families = []prefix.Family{prefix.IPv4, prefix.IPv6}
 
-func newOwnNode(n *wire.Node, revision int64) *ownNode {
+func newOwnNode(n *wire.Node) *ownNode {
 	s := &ownNode{
 		exists: true, uid: string(n.UID), created: n.Created, network: string(n.Network),
-		version: n.Revision, revision: revision, read: time.Now(), location: string(n.Label),
+		version: n.Revision, revision: n.Revision, read: time.Now(), location: string(n.Label),
 	}
 
 	for i, text := range n.Annotations {
@@ -113,13 +113,12 @@ func endpointsOn(cfg subnet.Config, c subnet.Claim, cidrs []netip.Prefix) ([]sub
 	return es, nil
 }
 
-// readNode requests one Node in the state of revision or a later one, or of the present if it is 0.
-// If the Node does not exist, the field exists of the result is false. readNode sends a list
+// readNode requests one Node in its present state. If the Node does not exist, the field exists of the result is false. readNode sends a list
 // request, because early roles of flannel do not permit get. The server needs no more time for that
 // than for a get request.
-func (m *Manager) readNode(ctx context.Context, name string, revision int64) (*ownNode, error) {
+func (m *Manager) readNode(ctx context.Context, name string) (*ownNode, error) {
 	s := &ownNode{}
-	l, err := m.readNodes(ctx, query{name: name, revision: revision}, func(_ string, got *ownNode) { s = got })
+	l, err := m.readNodes(ctx, query{name: name}, func(_ string, got *ownNode) { s = got })
 	if err != nil {
 		return nil, fmt.Errorf("read node %s: %w", name, err)
 	}
@@ -131,7 +130,7 @@ func (m *Manager) readNode(ctx context.Context, name string, revision int64) (*o
 // of them.
 func (m *Manager) readNodes(ctx context.Context, q query, on func(name string, s *ownNode)) (l listing, err error) {
 	err = m.client.patiently(ctx, m.timing.request, func(ctx context.Context) (err error) {
-		l, err = m.client.list(ctx, m.decoder, q, func(n *wire.Node) { on(string(n.Name), newOwnNode(n, 0)) })
+		l, err = m.client.list(ctx, m.decoder, q, func(n *wire.Node) { on(string(n.Name), newOwnNode(n)) })
 		return err
 	})
 	if errors.Is(err, context.DeadlineExceeded) {
@@ -147,7 +146,7 @@ func (m *Manager) readOwn(ctx context.Context) (*ownNode, error) {
 	if err != nil {
 		return nil, err
 	}
-	s, err := m.readNode(ctx, name, 0)
+	s, err := m.readNode(ctx, name)
 	if err == nil {
 		m.seen.Store(s)
 	}
