@@ -118,11 +118,7 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 		return m.create(ctx, own, l.store.Revision, p.stale)
 	}
 
-	if err := m.refresh(ctx, *p.keep, own, p.stale); err != nil {
-		return err
-	}
-	logDeleted(ctx, p.stale, own)
-	return nil
+	return m.refresh(ctx, *p.keep, own, p.stale)
 }
 
 // previous returns the subnets that the node had before, best first: those of c, then

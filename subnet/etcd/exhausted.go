@@ -4,7 +4,6 @@ package etcd
 
 import (
 	"context"
-	"errors"
 	"net/netip"
 	"slices"
 
@@ -13,10 +12,6 @@ import (
 
 	"github.com/flanneld/flanneld/subnet"
 )
-
-// errMaybeFree ends the watch of an exhausted pool because Acquire has to try again: a subnet may
-// be free now, or the configuration has changed.
-var errMaybeFree = errors.New("a lease has gone or changed")
 
 // exhaustedPool says where Acquire has found no free subnet.
 type exhaustedPool struct {
@@ -36,21 +31,12 @@ func (m *Manager) awaitFreeSubnet(ctx context.Context, pools []subnet.Pool, c su
 		return nil
 	}
 
-	inner, cancel := context.WithTimeout(ctx, m.timing.exhausted)
-	defer cancel()
-	err := m.follow(inner, []string{m.dir, m.configKey()}, full.store.Revision+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
-		m.report(ctx, sourceLease, nil)
-		if storeID(resp.Header).ID != full.store.ID {
-			return errRelist
-		}
-		if slices.ContainsFunc(resp.Events, func(ev *mvccpb.Event) bool { return ev.Kv.ModRevision > full.store.Revision && m.mayHelp(ev, full.who) }) {
-			return errMaybeFree
-		}
-		return nil
-	}})
-	if errors.Is(err, errMaybeFree) || errors.Is(err, errRelist) || inner.Err() != nil && ctx.Err() == nil {
+	err := m.awaitChange(ctx, m.timing.exhausted, []string{m.dir, m.configKey()}, full.store.Revision, func(resp *pb.WatchResponse) bool {
+		helps := func(ev *mvccpb.Event) bool { return ev.Kv.ModRevision > full.store.Revision && m.mayHelp(ev, full.who) }
+		return storeID(resp.Header).ID != full.store.ID || slices.ContainsFunc(resp.Events, helps)
+	})
+	if err == nil {
 		m.distrust() // the cache may be from before the change
-		return nil
 	}
 	return err
 }

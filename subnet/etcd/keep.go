@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -18,9 +19,6 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
-
-// errOwnChanged ends a watch of this host's key because the key has to be read again.
-var errOwnChanged = errors.New("own key has changed")
 
 // Keep keeps this host's lease alive. It reads the key at the start, after every outage, when the key
 // may have changed, and when the lease has to be renewed. It corrects the key if necessary. See
@@ -44,7 +42,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 			}
 			return m.await(ctx, own, checked)
 		})
-		if err != nil && !errors.Is(err, errOwnChanged) {
+		if err != nil {
 			return err
 		}
 	}
@@ -190,28 +188,37 @@ func (m *Manager) recreate(ctx context.Context, own ownLease, may *rights) error
 	return m.create(ctx, own, l.store.Revision, stale)
 }
 
-// await blocks until the key of own may have changed after revision checked, or has to be renewed. It
-// returns errOwnChanged in both cases, and also if the watch is silent or cannot continue from that
-// revision. It returns another error if the watch fails.
+// await blocks until the key of own may have changed after revision checked, or has to be renewed: see awaitChange.
 func (m *Manager) await(ctx context.Context, own ownLease, checked int64) error {
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
+	left := time.Duration(math.MaxInt64)
 	if own.grant.id != 0 {
-		timer := time.AfterFunc(m.untilRenewal(own.grant), func() { cancel(errOwnChanged) })
-		defer timer.Stop()
+		left = m.untilRenewal(own.grant)
 	}
-
-	err := m.follow(ctx, []string{m.dir + own.key}, checked+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
-		m.report(ctx, sourceLease, nil)
+	return m.awaitChange(ctx, left, []string{m.dir + own.key}, checked, func(resp *pb.WatchResponse) bool {
 		changed := slices.ContainsFunc(resp.Events, func(ev *mvccpb.Event) bool { return ev.Kv.ModRevision > checked })
 		// If the host was suspended, the timer is late by the time of the suspension.
-		if changed || own.grant.id != 0 && m.untilRenewal(own.grant) <= 0 {
-			return errOwnChanged
+		return changed || own.grant.id != 0 && m.untilRenewal(own.grant) <= 0
+	})
+}
+
+// errChanged ends the watch of awaitChange.
+var errChanged = errors.New("a key has changed")
+
+// awaitChange watches keys after a revision until changed returns true for a response, and returns nil. It also returns
+// nil when the time is over, and if the watch is silent or cannot continue from that revision. It returns an error if the
+// watch fails.
+func (m *Manager) awaitChange(ctx context.Context, within time.Duration, keys []string, revision int64, changed func(*pb.WatchResponse) bool) error {
+	inner, cancel := context.WithTimeout(ctx, within)
+	defer cancel()
+	err := m.follow(inner, keys, revision+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
+		m.report(ctx, sourceLease, nil)
+		if changed(resp) {
+			return errChanged
 		}
 		return nil
 	}})
-	if errors.Is(context.Cause(ctx), errOwnChanged) || errors.Is(err, errRelist) || errors.Is(err, errStalled) {
-		return errOwnChanged
+	if errors.Is(err, errChanged) || errors.Is(err, errRelist) || errors.Is(err, errStalled) || inner.Err() != nil && ctx.Err() == nil {
+		return nil
 	}
 	return err
 }

@@ -45,25 +45,25 @@ func (m *Manager) config(ctx context.Context) (cfg subnet.Config, pools []subnet
 	return cfg, pools, nil
 }
 
-// configText reads the text of the configuration, which is nil if there is none, and the id and the present
-// revision of the store.
-func (m *Manager) configText(ctx context.Context) (text []byte, id subnet.StoreID, err error) {
+// configText reads the text of the configuration, which is nil if there is none, and the present revision of the
+// store.
+func (m *Manager) configText(ctx context.Context) (text []byte, revision int64, err error) {
 	resp, err := m.get(ctx, m.configKey())
 	if err != nil {
-		return nil, subnet.StoreID{}, err
+		return nil, 0, err
 	}
 	for _, kv := range resp.Kvs {
 		text = given(kv.Value)
 	}
-	return text, storeID(resp.Header), nil
+	return text, resp.Header.Revision, nil
 }
 
 // reportConfig reads the configuration, passes it to OnConfig, and records in cache the present
 // revision of the store, because the configuration is known up to that revision.
 func (m *Manager) reportConfig(ctx context.Context, cache *leaseCache) error {
-	text, id, err := m.configText(ctx)
+	text, revision, err := m.configText(ctx)
 	if err == nil {
-		cache.configRevision = id.Revision
+		cache.configRevision = revision
 		m.onConfig(text)
 	}
 	return err

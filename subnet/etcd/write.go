@@ -42,7 +42,6 @@ func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale [
 		return err
 	}
 
-	logDeleted(ctx, stale, own)
 	m.remember(ctx, own, stale...)
 	return nil
 }
@@ -166,6 +165,7 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 	case !resp.Succeeded:
 		return 0, errConflict
 	}
+	logDeleted(ctx, stale, own)
 	return resp.Header.Revision, nil
 }
 
