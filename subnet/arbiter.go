@@ -52,9 +52,9 @@ type Arbiter struct {
 	cfg Config
 	own Claimant
 
-	prefixes     *prefixTable      // of accepted leases: subnets, and public addresses as prefixes of full length; no two overlap
-	shared       sharedPublicIPs   // public addresses that several accepted leases have
-	identities   map[string]string // key of the accepted lease, by identity
+	prefixes     *prefixTable       // of accepted leases: subnets, and public addresses as prefixes of full length; no two overlap
+	shared       map[netip.Addr]int // number of accepted leases with a public address, if there are several
+	identities   map[string]string  // key of the accepted lease, by identity
 	accepted     map[string]*Lease
 	identitiesOf map[string][]string // of accepted leases, by key
 	contested    map[string]Claimant // leases refused, as a whole or in one family, because of another lease; by key
@@ -88,7 +88,7 @@ func (a *Arbiter) Reset(all []Claimant) {
 // clear forgets all claimants, and makes room for new ones.
 func (a *Arbiter) clear(all []Claimant) {
 	a.prefixes = new(prefixTable)
-	a.shared = sharedPublicIPs{}
+	a.shared = map[netip.Addr]int{}
 	a.identities = make(map[string]string, numIdentities(all))
 	a.accepted = make(map[string]*Lease, len(all))
 	a.identitiesOf = make(map[string][]string, numIdentities(all))
@@ -196,9 +196,6 @@ func (a *Arbiter) Kept(c Claimant) map[string]uint64 {
 	return kept
 }
 
-// Shared returns the public addresses that several accepted leases have, sorted by address.
-func (a *Arbiter) Shared() []SharedPublicIP { return a.shared.all() }
-
 // Refused returns the reasons why the lease, or a family of it, may not be programmed; nil if
 // there is none.
 func (a *Arbiter) Refused(key string) []string { return a.refused[key] }
@@ -225,7 +222,7 @@ func (a *Arbiter) admit(c Claimant) bool {
 		if _, found := a.prefixes.find(e.Subnet); found {
 			return false
 		}
-		if o, found := a.prefixes.find(prefix.Host(e.PublicIP)); found && !o.public {
+		if o, found := a.prefixes.find(prefix.Host(e.PublicIP)); found && o.lease != nil {
 			return false
 		}
 	}
@@ -395,11 +392,10 @@ func (a *Arbiter) accept(c Claimant) {
 
 	for _, e := range c.Lease.Endpoints {
 		a.prefixes.Insert(e.Subnet, prefixOwner{lease: c.Lease, family: e.Family()})
-		host := prefixOwner{lease: c.Lease, family: e.Family(), public: true}
-		if other, taken := a.prefixes.Get(prefix.Host(e.PublicIP)); taken {
-			host.lease = a.shared.add(e.PublicIP, other.lease, c.Lease)
+		if _, taken := a.prefixes.Get(prefix.Host(e.PublicIP)); taken {
+			a.shared[e.PublicIP] = max(a.shared[e.PublicIP], 1) + 1
 		}
-		a.prefixes.Insert(prefix.Host(e.PublicIP), host)
+		a.prefixes.Insert(prefix.Host(e.PublicIP), prefixOwner{})
 	}
 
 	for _, id := range c.Identities {
@@ -413,10 +409,13 @@ func (a *Arbiter) withdraw(c Claimant) {
 	delete(a.identitiesOf, c.Lease.Key)
 	for _, e := range c.Lease.Endpoints {
 		a.prefixes.Delete(e.Subnet)
-		if left := a.shared.remove(e.PublicIP, c.Lease); left != nil {
-			a.prefixes.Insert(prefix.Host(e.PublicIP), prefixOwner{lease: left, family: e.Family(), public: true})
-		} else {
+		switch a.shared[e.PublicIP] {
+		case 0:
 			a.prefixes.Delete(prefix.Host(e.PublicIP))
+		case 2:
+			delete(a.shared, e.PublicIP)
+		default:
+			a.shared[e.PublicIP]--
 		}
 	}
 

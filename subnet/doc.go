@@ -19,7 +19,7 @@
 //   - ledger.go: the Ledger, the daemon's cache of the leases of other nodes; it decides when a
 //     lease is gone.
 //   - arbiter.go: the Arbiter, which refuses leases that contradict the configuration, this node
-//     or an older lease. prefixtable.go finds overlapping prefixes for it, and sharedips.go tracks
+//     or an older lease. prefixtable.go finds overlapping prefixes for it, and sharedips.go finds
 //     public addresses that several leases have.
 //
 // Packages subnet/etcd and subnet/kube contain the managers. Package subnet/subnettest contains a

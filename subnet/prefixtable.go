@@ -13,9 +13,8 @@ import (
 
 // prefixOwner is the lease that has a prefix.
 type prefixOwner struct {
-	lease  *Lease
+	lease  *Lease // nil for a public address, which several leases may have
 	family prefix.Family
-	public bool // the prefix is the lease's public address, and no older lease has the same; if false, it is the lease's subnet
 }
 
 func (o prefixOwner) String() string {
