@@ -47,18 +47,17 @@ func defaults() wireConfig { return wireConfig{EnableIPv4: true} }
 
 // wireNetwork is the part of a wireConfig that belongs to one address family.
 type wireNetwork struct {
-	family        prefix.Family
-	enabled       bool
-	network       json.RawMessage
-	subnetLen     uint16
-	min, max      json.RawMessage
-	nullableRange bool // null means absent for min and max
+	family    prefix.Family
+	enabled   bool
+	network   json.RawMessage
+	subnetLen uint16
+	min, max  json.RawMessage // with IPv6 null means absent
 }
 
 func (w wireConfig) networks() []wireNetwork {
 	return []wireNetwork{
-		{prefix.IPv4, w.EnableIPv4, w.Network, w.SubnetLen, w.SubnetMin, w.SubnetMax, false},
-		{prefix.IPv6, w.EnableIPv6, w.IPv6Network, w.IPv6SubnetLen, w.IPv6SubnetMin, w.IPv6SubnetMax, true},
+		{prefix.IPv4, w.EnableIPv4, w.Network, w.SubnetLen, w.SubnetMin, w.SubnetMax},
+		{prefix.IPv6, w.EnableIPv6, w.IPv6Network, w.IPv6SubnetLen, w.IPv6SubnetMin, w.IPv6SubnetMax},
 	}
 }
 
@@ -158,7 +157,7 @@ func (n wireNetwork) parse() (Network, error) {
 		{"SubnetMin", n.min, &out.Min},
 		{"SubnetMax", n.max, &out.Max},
 	} {
-		if a.raw == nil || n.nullableRange && isNull(a.raw) {
+		if a.raw == nil || n.family == prefix.IPv6 && isNull(a.raw) {
 			continue
 		}
 		if *a.into, err = decodeAddr(n.family, keyName(n.family, a.name), a.raw); err != nil {
