@@ -103,7 +103,7 @@ const (
 // the same revision with other leases, but it is unlikely to have that one, because ids of etcd leases are random.
 //
 // The result is unknown if nothing is known or the leases have to be listed anyway, if the revision was compacted, or
-// if leases are missing in the cache. It is another if the store was different, or has not come to that revision. found
+// if the cache has other leases. It is another if the store was different, or has not come to that revision. found
 // has the newest entry at that revision, and those whose revision the cache does not know. present is the store as it
 // is now.
 func (m *Manager) compare(ctx context.Context, cache *leaseCache) (found map[string]*entry, present subnet.StoreID, is comparison, err error) {
@@ -145,7 +145,7 @@ func (m *Manager) compare(ctx context.Context, cache *leaseCache) (found map[str
 	switch {
 	case !has, count != cmp.Or(cache.marked, cache.count()), present.ID != cache.store.ID:
 		return nil, present, another, nil
-	case count != cache.count(): // leases that could not be read are missing in the last known state
+	case count != cache.count(), len(found) < len(ops)-1: // the last known state lacks leases that could not be read, or has one too many
 		return nil, present, unknown, nil
 	}
 	return found, present, same, nil
