@@ -49,7 +49,6 @@ type client struct {
 	endpoints []string  // in the order in which the next connection tries them
 	back      time.Time // when to try the preferred endpoint again; zero if that endpoint is the first of endpoints
 	conn      *connection
-	done      bool
 }
 
 // connection leads to one member: the first one in the order of endpoints that accepts it.
@@ -219,7 +218,7 @@ func (c Config) commonName() (string, error) {
 func (c *client) connect() (*connection, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.done {
+	if c.ctx.Err() != nil {
 		return nil, errClosed
 	}
 	if c.conn == nil {
@@ -305,7 +304,7 @@ func (c *client) nextTry() time.Time { return time.Now().Add(wait.Vary(c.timing.
 // members that were never restarted. Requests on the old connection fail as if it had broken.
 func (c *client) comeBack(ctx context.Context, key string) {
 	c.mu.Lock()
-	due := !c.done && !c.back.IsZero() && time.Now().After(c.back)
+	due := c.ctx.Err() == nil && !c.back.IsZero() && time.Now().After(c.back)
 	if due {
 		c.back = c.nextTry()
 	}
@@ -415,12 +414,11 @@ func (c *client) renew() {
 }
 
 func (c *client) close() error {
+	c.end()
 	c.mu.Lock()
 	conn := c.conn
 	c.conn = nil
-	c.done = true
 	c.mu.Unlock()
-	c.end()
 	if c.login != nil {
 		c.login.wait()
 	}
