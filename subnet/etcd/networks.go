@@ -41,8 +41,7 @@ func (m *Manager) Network(name string, cfg Config) (*Manager, error) {
 
 // NetworkConfigs contains the configurations of several networks at one moment.
 type NetworkConfigs struct {
-	// Texts contains the configurations by the name of the network. The map belongs to the
-	// receiver.
+	// Texts contains the configurations by the name of the network. It is read-only, and does not change.
 	Texts map[string][]byte
 	// Deleted contains the names of the networks whose configuration was deleted from this store
 	// since the last call of the sink. If a network that the receiver knows is missing in both
@@ -80,11 +79,11 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 		}
 
 		listed := now.Revision
-		sink(now.clone())
+		sink(now)
 		err = m.follow(ctx, keys, listed+1, watcher{checks: true, on: func(resp *pb.WatchResponse, _ int64) error {
 			m.report(ctx, sourceWatch, nil)
 			if now.apply(m, resp, listed) {
-				sink(now.clone())
+				sink(now)
 			}
 			return nil
 		}})
@@ -180,16 +179,11 @@ func (m *Manager) hadConfig(ctx context.Context, name string, revision int64) (b
 	return err == nil && len(resp.Kvs) > 0, err
 }
 
-func (n *NetworkConfigs) clone() NetworkConfigs {
-	copied := *n
-	copied.Texts = maps.Clone(n.Texts)
-	return copied
-}
-
 // apply applies the events after a revision to n, and reports whether there were any. It sets
 // n.Deleted to the networks whose configuration these events have deleted.
 func (n *NetworkConfigs) apply(m *Manager, resp *pb.WatchResponse, after int64) (changed bool) {
 	n.Deleted = nil
+	n.Texts = maps.Clone(n.Texts) // the receiver may still have the former one
 	n.Revision = max(n.Revision, resp.Header.Revision)
 	for _, ev := range resp.Events {
 		name, ok := m.networkOf(string(ev.Kv.Key))
