@@ -52,7 +52,8 @@ type Arbiter struct {
 	cfg Config
 	own Claimant
 
-	prefixes     *prefixTable       // of accepted leases: subnets, and public addresses as prefixes of full length; no two overlap
+	// prefixes of accepted leases: subnets, and public addresses as prefixes of full length; no two overlap
+	prefixes     *prefixTable
 	shared       map[netip.Addr]int // number of accepted leases with a public address, if there are several
 	identities   map[string]string  // key of the accepted lease, by identity
 	accepted     map[string]*Lease

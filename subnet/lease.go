@@ -79,9 +79,11 @@ func (l Lease) Compare(other Lease) int {
 // Same reports whether l and other are equal, apart from the time at which they were written. One of them may come from
 // the state file, which has JSON in another form.
 func (l *Lease) Same(other *Lease) bool {
-	return l.Key == other.Key && l.Order == other.Order && l.BackendType == other.BackendType && l.NextType == other.NextType &&
+	return l.Key == other.Key && l.Order == other.Order &&
+		l.BackendType == other.BackendType && l.NextType == other.NextType &&
 		slices.EqualFunc(l.Endpoints, other.Endpoints, func(x, y Endpoint) bool {
-			return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && sameJSON(x.Data, y.Data) && sameJSON(x.NextData, y.NextData)
+			return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP &&
+				sameJSON(x.Data, y.Data) && sameJSON(x.NextData, y.NextData)
 		})
 }
 

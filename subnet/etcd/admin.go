@@ -170,7 +170,8 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 	case have.leaseID == 0:
 		return key, nil
 	}
-	return key, a.swap(ctx, "reserve", a.m.dir+key, have.modRevision, clientv3.OpPut(a.m.dir+key, "", clientv3.WithIgnoreValue()))
+	op := clientv3.OpPut(a.m.dir+key, "", clientv3.WithIgnoreValue())
+	return key, a.swap(ctx, "reserve", a.m.dir+key, have.modRevision, op)
 }
 
 // Revoke deletes the lease with this key, or the reservation if reservation is true. It returns an

@@ -49,7 +49,8 @@ var (
 // passes reports whether a caller tries again after err.
 func passes(err error) bool {
 	var failure *storeError
-	return errors.As(err, &failure) || errors.Is(err, errConflict) || errors.Is(err, errRenewed) || errors.Is(err, errRelist)
+	return errors.As(err, &failure) ||
+		errors.Is(err, errConflict) || errors.Is(err, errRenewed) || errors.Is(err, errRelist)
 }
 
 // explain converts an error of the client library to a storeError, whose text is one line with the

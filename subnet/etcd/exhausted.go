@@ -31,7 +31,8 @@ func (m *Manager) awaitFreeSubnet(ctx context.Context, pools []subnet.Pool, c su
 		return nil
 	}
 
-	err := m.awaitChange(ctx, m.timing.exhausted, []string{m.dir, m.configKey()}, full.store.Revision, func(resp *pb.WatchResponse) bool {
+	keys := []string{m.dir, m.configKey()}
+	err := m.awaitChange(ctx, m.timing.exhausted, keys, full.store.Revision, func(resp *pb.WatchResponse) bool {
 		helps := func(ev *mvccpb.Event) bool { return ev.Kv.ModRevision > full.store.Revision && m.mayHelp(ev, full.who) }
 		return storeID(resp.Header).ID != full.store.ID || slices.ContainsFunc(resp.Events, helps)
 	})

@@ -62,7 +62,8 @@ func (m *Manager) grantLease(ctx context.Context, conn *clientv3.Client, id clie
 
 // timed returns the grant that request makes or renews.
 func (m *Manager) timed(
-	ctx context.Context, id clientv3.LeaseID, request func(context.Context, *clientv3.Client, clientv3.LeaseID) (ttl time.Duration, err error),
+	ctx context.Context, id clientv3.LeaseID,
+	request func(context.Context, *clientv3.Client, clientv3.LeaseID) (ttl time.Duration, err error),
 ) (g grant, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		start := time.Now()

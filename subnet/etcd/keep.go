@@ -81,7 +81,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (own ownLease, che
 		}
 		logger.Info("this host's lease was gone, taken again")
 		return m.own, 0, nil
-	case m.isOwn(*found) && (own.grant.id == 0 || m.untilRenewal(own.grant) > 0): // it needs neither a write nor a renewal yet
+	case m.isOwn(*found) && (own.grant.id == 0 || m.untilRenewal(own.grant) > 0):
 		return m.own, checked, nil
 	case m.relationTo(own.claim, nil, nil)(*found) == foreign && identity(found.lease.Claim()).IsValid():
 		return own, 0, lost(own.key, *found)
@@ -204,10 +204,12 @@ func (m *Manager) await(ctx context.Context, own ownLease, checked int64) error 
 // errChanged ends the watch of awaitChange.
 var errChanged = errors.New("a key has changed")
 
-// awaitChange watches keys after a revision until changed returns true for a response, and returns nil. It also returns
-// nil when the time is over, and if the watch is silent or cannot continue from that revision. It returns an error if the
-// watch fails.
-func (m *Manager) awaitChange(ctx context.Context, within time.Duration, keys []string, revision int64, changed func(*pb.WatchResponse) bool) error {
+// awaitChange watches keys after a revision until changed returns true for a response, and returns nil. It also
+// returns nil when the time is over, and if the watch is silent or cannot continue from that revision. It returns
+// an error if the watch fails.
+func (m *Manager) awaitChange(
+	ctx context.Context, within time.Duration, keys []string, revision int64, changed func(*pb.WatchResponse) bool,
+) error {
 	inner, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
 	err := m.follow(inner, keys, revision+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
@@ -217,7 +219,8 @@ func (m *Manager) awaitChange(ctx context.Context, within time.Duration, keys []
 		}
 		return nil
 	}})
-	if errors.Is(err, errChanged) || errors.Is(err, errRelist) || errors.Is(err, errStalled) || inner.Err() != nil && ctx.Err() == nil {
+	over := inner.Err() != nil && ctx.Err() == nil
+	if over || errors.Is(err, errChanged) || errors.Is(err, errRelist) || errors.Is(err, errStalled) {
 		return nil
 	}
 	return err

@@ -29,7 +29,7 @@ type leaseCache struct {
 	store   subnet.StoreID    // the cache has the leases of exactly this revision; 0: nothing is known
 	read    time.Time         // when the store had exactly these leases; zero if a request has to find out whether it has
 	stale   bool              // the leases must be listed before they are used again
-	another bool              // the store is another one than that of the former cache, even if both have the same id, and Watch has not published that yet
+	another bool              // the store is not that of the former cache, even if it has the same id: see Snapshot
 	// marked is the number of leases that the store had, according to a last known state which the store has not
 	// confirmed yet. It is zero in all other caches.
 	marked         int64
@@ -59,7 +59,8 @@ func newLeaseCache(cfg Config) *leaseCache {
 
 		e := lastKnown(p.Lease)
 		named, err := codec.ParseKey(e.key)
-		if err != nil || !slices.Equal(named, e.subnets) || e.key == cfg.Own.Key || e.modRevision == 0 || e.leased() == p.Lease.Permanent {
+		if err != nil || !slices.Equal(named, e.subnets) || e.key == cfg.Own.Key || e.modRevision == 0 ||
+			e.leased() == p.Lease.Permanent {
 			return &leaseCache{}
 		}
 		c.entries[e.key] = e

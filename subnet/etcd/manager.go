@@ -27,9 +27,11 @@ type Manager struct {
 	undecodable *loglimit.Changes
 
 	// writing guards own, unanswered and spare: it contains an element while a goroutine uses them.
-	writing    chan struct{}
-	own        ownLease
-	unanswered []ownLease                    // writes of this host's key since own was set, without an answer: the store may have executed one of them, or may still do so
+	writing chan struct{}
+	own     ownLease
+	// unanswered has the writes of this host's key since own was set, without an answer: the store may have executed
+	// one of them, or may still do so.
+	unanswered []ownLease
 	spare      grant                         // an etcd lease that no key uses yet, for all tries to write one; zero: none
 	self       atomic.Pointer[self]          // this host's part of the store; never nil
 	cache      atomic.Pointer[leaseCache]    // the leases as the last method knew them, while no Watch has them; never nil

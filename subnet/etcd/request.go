@@ -24,7 +24,9 @@ const (
 // call makes one request, and explains its error. It returns the error of ctx if ctx has ended. The
 // usual deadline is timing.request: see wait.Patience.
 func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Client) error) error {
-	took, err := m.patience.Try(m.timing.request, func(deadline time.Duration) error { return m.callWithin(ctx, deadline, f) })
+	took, err := m.patience.Try(m.timing.request, func(deadline time.Duration) error {
+		return m.callWithin(ctx, deadline, f)
+	})
 	m.slow.Store(took > m.timing.slow)
 	return err
 }

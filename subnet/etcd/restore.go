@@ -106,7 +106,9 @@ const (
 // if the cache has other leases. It is another if the store was different, or has not come to that revision. found
 // has the newest entry at that revision, and those whose revision the cache does not know. present is the store as it
 // is now.
-func (m *Manager) compare(ctx context.Context, cache *leaseCache) (found map[string]*entry, present subnet.StoreID, is comparison, err error) {
+func (m *Manager) compare(ctx context.Context, cache *leaseCache) (
+	found map[string]*entry, present subnet.StoreID, is comparison, err error,
+) {
 	if cache.store.Revision == 0 || cache.stale {
 		return nil, subnet.StoreID{}, unknown, nil
 	}
@@ -145,7 +147,8 @@ func (m *Manager) compare(ctx context.Context, cache *leaseCache) (found map[str
 	switch {
 	case !has, count != cmp.Or(cache.marked, cache.count()), present.ID != cache.store.ID:
 		return nil, present, another, nil
-	case count != cache.count(), len(found) < len(ops)-1: // the last known state lacks leases that could not be read, or has one too many
+	case count != cache.count(), len(found) < len(ops)-1:
+		// The last known state lacks leases that could not be read, or has one too many.
 		return nil, present, unknown, nil
 	}
 	return found, present, same, nil

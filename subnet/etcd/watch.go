@@ -61,7 +61,9 @@ func (m *Manager) followUntilAudit(ctx context.Context, cache *leaseCache, sink 
 // resume returns a cache of a revision from which a watch can start, and reports the configuration. If sink has got the
 // leases of the cache, and the store is still the same, that is the cache as it is, because the watch brings the
 // changes. Otherwise it has leases that were brought up to date or listed, and resume publishes them.
-func (m *Manager) resume(ctx context.Context, cache *leaseCache, published bool, sink func(subnet.Update)) (*leaseCache, error) {
+func (m *Manager) resume(
+	ctx context.Context, cache *leaseCache, published bool, sink func(subnet.Update),
+) (*leaseCache, error) {
 	next := cache
 	var err error
 	switch {

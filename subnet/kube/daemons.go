@@ -107,8 +107,9 @@ func (d *Daemons) Get(ctx context.Context, node string, port int, path string, q
 	if i < 0 {
 		return nil, fmt.Errorf("there is no running pod of flanneld on it in namespace %s", d.namespace)
 	}
+	target := d.pods[i].Metadata.Name + ":" + strconv.Itoa(port)
 	resp, err := d.client.do(ctx, request{
-		path:  "namespaces/" + url.PathEscape(d.namespace) + "/pods/" + url.PathEscape(d.pods[i].Metadata.Name+":"+strconv.Itoa(port)) + "/proxy/" + path,
+		path:  "namespaces/" + url.PathEscape(d.namespace) + "/pods/" + url.PathEscape(target) + "/proxy/" + path,
 		query: query, accept: acceptJSON,
 	})
 	if err != nil {

@@ -113,9 +113,9 @@ func endpointsOn(cfg subnet.Config, c subnet.Claim, cidrs []netip.Prefix) ([]sub
 	return es, nil
 }
 
-// readNode requests one Node in its present state. If the Node does not exist, the field exists of the result is false. readNode sends a list
-// request, because early roles of flannel do not permit get. The server needs no more time for that
-// than for a get request.
+// readNode requests one Node in its present state. If the Node does not exist, the field exists of the result is
+// false. readNode sends a list request, because early roles of flannel do not permit get. The server needs no more
+// time for that than for a get request.
 func (m *Manager) readNode(ctx context.Context, name string) (*ownNode, error) {
 	s := &ownNode{}
 	l, err := m.readNodes(ctx, query{name: name}, func(_ string, got *ownNode) { s = got })

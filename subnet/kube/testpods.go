@@ -52,7 +52,8 @@ func NewTestPods(ctx context.Context, cfg Config, namespace, selector, image str
 	if err != nil {
 		return nil, err
 	}
-	t := &TestPods{client: d.client, namespace: namespace, image: image, name: "flannel-connectivity-" + strings.ToLower(rand.Text()[:8])}
+	t := &TestPods{client: d.client, namespace: namespace, image: image}
+	t.name = "flannel-connectivity-" + strings.ToLower(rand.Text()[:8])
 	for _, p := range d.pods {
 		if !p.runs() {
 			continue

@@ -24,7 +24,8 @@ func (n *Network) newProber(s *session, now lastknown.State, running backend.Net
 		c.Network.PathMTU = s.PathMTU
 	}
 	c.Changed = func(r paths.Result) {
-		if !r.OK && r.Broken != paths.Underlay { // Kubernetes reports a host that is down, and all other hosts would warn of it
+		// Kubernetes reports a host that is down, and all other hosts would warn of it.
+		if !r.OK && r.Broken != paths.Underlay {
 			n.store.Warn("FlannelPathBroken", fmt.Sprintf("%s at %s, %s: %s", r.Subnet, r.PublicIP, r.Broken, r.Advice))
 		}
 	}
