@@ -11,6 +11,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -359,15 +360,86 @@ func TestReportsAfterUnknown(t *testing.T) {
 	}
 }
 
-// TestKnocked expects that a TCP connection without an answer counts only on a path on which TCP was
-// answered before.
-func TestKnocked(t *testing.T) {
-	p := NewProber(Config{Own: []netip.Prefix{subnet(0)}, Limit: NewLimit()})
-	p.refresh([]Peer{{Key: "1", Paths: []Path{path(1)}}})
-	for i, step := range []struct{ err, want error }{{errNoTCP, nil}, {nil, nil}, {errNoTCP, errNoTCP}} {
-		if got := p.paths[path(1)].knocked(step.err); !errors.Is(got, step.want) {
-			t.Errorf("step %d: %v, want %v", i+1, got, step.want)
+// TestProbe checks a path once after the other. A path that has worked gets a second packet, and only the last packet
+// carries a note. A TCP connection without an answer counts only if TCP was answered before.
+func TestProbe(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := NewProber(Config{Own: []netip.Prefix{subnet(0)}, Network: Network{MTU: 1450, Devices: true}, Limit: NewLimit()})
+		p.local = func(netip.Addr) bool { return true }
+		p.refresh([]Peer{{Key: "1", Paths: []Path{path(1)}}})
+		s := p.paths[path(1)]
+
+		lost := errors.New("no answer")
+		for _, step := range []struct {
+			name  string
+			retry bool
+			pings []error // the answers to packets
+			tcp   error
+			want  Part
+			notes []bool // whether packets carry a note
+		}{
+			{"TCP is not answered", true, []error{nil}, errNoTCP, "", []bool{false}},
+			{"the first packet is lost", true, []error{lost, nil}, nil, "", []bool{false, true}},
+			{"TCP is not answered any more", true, []error{nil}, errNoTCP, Checksum, []bool{false}},
+			{"all is well", true, []error{nil}, syscall.ECONNREFUSED, "", []bool{false}},
+			{"both packets are lost", true, []error{lost, lost}, nil, Tunnel, []bool{false, true}},
+			{"the packet of a broken path is lost", false, []error{lost}, nil, Tunnel, []bool{true}},
+			{"the packet of a broken path arrives", false, []error{nil}, nil, "", []bool{true}},
+		} {
+			var notes []bool
+			p.send.ping = func(_ context.Context, dst netip.Addr, way ping.Path, _ time.Duration) (time.Duration, error) {
+				if dst != subnet(1).Addr() || way.Size != 1450 || !way.Whole {
+					t.Errorf("%s: a packet of %d bytes to %s, whole %t, want one of 1450 to the device of the peer", step.name, way.Size, dst, way.Whole)
+				}
+				notes = append(notes, way.Note != ping.Note{})
+				return time.Millisecond, step.pings[len(notes)-1]
+			}
+			p.send.knock = func(context.Context, netip.Addr, int) error { return step.tcp }
+			time.Sleep(time.Second) // so that the limit permits TCP
+
+			v, err := p.probe(t.Context(), s, step.retry)
+			switch {
+			case !slices.Equal(notes, step.notes):
+				t.Errorf("%s: packets with notes %v, want %v", step.name, notes, step.notes)
+			case (err == nil) != (step.want == ""):
+				t.Errorf("%s: %v, want a broken part %q", step.name, err, step.want)
+			case err == nil && (!v.OK || v.RTT != 1):
+				t.Errorf("%s: %+v, want a path that works", step.name, v)
+			case step.want == Checksum && !errors.Is(err, errNoTCP), step.want == Tunnel && !errors.Is(err, lost):
+				t.Errorf("%s: %v, want %s", step.name, err, step.want)
+			case s.asked.IsZero() != (step.want != Tunnel):
+				t.Errorf("%s: the peer was asked at %s, want a time only after packets without an answer", step.name, s.asked)
+			}
 		}
+	})
+}
+
+// TestDiagnosisOfSilentTCP diagnoses a path on which pings pass, and TCP does not. That is a broken path only if TCP
+// was answered there before, and if the host of the peer does not report packets to its pods.
+func TestDiagnosisOfSilentTCP(t *testing.T) {
+	for _, test := range []struct {
+		before, reports bool
+		want            Part
+	}{{false, false, ""}, {false, true, ""}, {true, false, Checksum}, {true, true, Unknown}} {
+		synctest.Test(t, func(t *testing.T) {
+			p := NewProber(Config{Own: []netip.Prefix{subnet(0)}, Network: Network{MTU: 1450, Devices: true}, Limit: NewLimit()})
+			p.send.ping = func(context.Context, netip.Addr, ping.Path, time.Duration) (time.Duration, error) {
+				return time.Millisecond, nil
+			}
+			p.send.knock = func(_ context.Context, _ netip.Addr, hops int) error {
+				if hops == 1 && test.reports {
+					return syscall.EHOSTUNREACH
+				}
+				return errNoTCP
+			}
+			p.refresh([]Peer{{Key: "1", Paths: []Path{path(1)}}})
+			s := p.paths[path(1)]
+			s.tcp = test.before
+
+			if v := p.diagnose(t.Context(), s); v.Broken != test.want || v.OK != (test.want == "") || v.RTT != 1 {
+				t.Errorf("answered before %t, the peer reports %t: %+v, want the broken part %q and 1 ms", test.before, test.reports, v, test.want)
+			}
+		})
 	}
 }
 
