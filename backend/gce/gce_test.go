@@ -429,14 +429,9 @@ func TestPriorityZero(t *testing.T) {
 	}
 }
 
-// TestManyRoutes checks that tableOf returns as many routes as the largest VPC networks have, and that its
-// time does not grow with the square of their number. The test compares the shortest of several times
-// for few and for many routes, because a busy host makes single times longer.
-func TestManyRoutes(t *testing.T) {
-	open(t)
-	v := joined(t, `{}`).(*vpc)
-	var all []route
-	for i := range 20_000 {
+// manyRoutes returns n routes of a VPC network. Half of them are of another program.
+func manyRoutes(n int) (all []route) {
+	for i := range n {
 		dst := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 8), byte(i), 0}), 24)
 		r := route{Name: fmt.Sprint(i), Network: gcetest.NetworkURL(gcetest.Network), DestRange: dst.String(), Priority: 1000, Type: "STATIC", Instance: "projects/p/zones/z/instances/i"}
 		r.Description = cloud.Describe("", []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, dst)
@@ -445,23 +440,28 @@ func TestManyRoutes(t *testing.T) {
 		}
 		all = append(all, r)
 	}
-	const times = 20 // all has this many times as many routes as few
-	few := all[:len(all)/times]
-	shortest := func(all []route) time.Duration {
-		least := time.Hour
-		for range 5 {
-			begin := time.Now()
-			table := v.tableOf(all)
-			least = min(least, time.Since(begin))
-			if len(table.Routes) != len(all) {
-				t.Fatalf("the table has %d of %d routes, want all", len(table.Routes), len(all))
-			}
-		}
-		return least
+	return all
+}
+
+// TestManyRoutes checks that tableOf returns as many routes as the largest VPC networks have.
+func TestManyRoutes(t *testing.T) {
+	open(t)
+	all := manyRoutes(20_000)
+	if table := joined(t, `{}`).(*vpc).tableOf(all); len(table.Routes) != len(all) {
+		t.Errorf("the table has %d of %d routes, want all", len(table.Routes), len(all))
 	}
-	// The time for each route grows a little, because the maps do not fit into the CPU's cache.
-	if one, many := shortest(few), shortest(all); many > 5*times*one {
-		t.Errorf("%d routes take %s, and %d take %s, want at most %d times as long", len(few), one, len(all), many, 5*times)
+}
+
+// BenchmarkTableOf shows whether the time grows with the square of the number of routes.
+func BenchmarkTableOf(b *testing.B) {
+	for _, n := range []int{1000, 20_000} {
+		b.Run(fmt.Sprint(n), func(b *testing.B) {
+			v := &vpc{}
+			all := manyRoutes(n)
+			for b.Loop() {
+				v.tableOf(all)
+			}
+		})
 	}
 }
 
