@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -16,6 +15,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/report/doctor"
 	"github.com/flanneld/flanneld/pkg/report/status"
 )
@@ -74,8 +74,7 @@ func holders(ctx context.Context, dev string, a netip.Addr, least int) (macs []s
 	if err != nil {
 		return nil
 	}
-	socket := os.NewFile(uintptr(fd), "arp")
-	defer socket.Close()
+	defer unix.Close(fd)
 
 	everyone := &unix.SockaddrLinklayer{
 		Protocol: protocol, Ifindex: link.Attrs().Index,
@@ -93,15 +92,14 @@ func holders(ctx context.Context, dev string, a netip.Addr, least int) (macs []s
 	if err != nil || unix.Sendto(fd, packet, 0, everyone) != nil {
 		return nil
 	}
-	if socket.SetReadDeadline(time.Now().Add(holdersTime)) != nil {
+
+	// All answers are read at the end, so none is missed while this process waits for a CPU.
+	if wait.For(ctx, holdersTime) != nil {
 		return nil
 	}
-	stop := context.AfterFunc(ctx, func() { _ = socket.Close() })
-	defer stop()
-
+	answer := make([]byte, 64)
 	for {
-		answer := make([]byte, 64)
-		n, err := socket.Read(answer)
+		n, _, err := unix.Recvfrom(fd, answer, 0)
 		if err != nil {
 			break
 		}

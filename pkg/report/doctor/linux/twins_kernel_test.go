@@ -9,10 +9,12 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/pkg/report/doctor"
 	"github.com/flanneld/flanneld/pkg/report/status"
 )
@@ -90,4 +92,10 @@ func elsewhere(t *testing.T, device, script string) {
 	enter(there)
 	shell(t, script)
 	enter(here)
+
+	// The bridge forwards to its port as soon as the kernel has noticed the carrier, which may take a second.
+	waittest.Until(t, 10*time.Second, "the port of "+device+" is up", func() bool {
+		port, err := netlink.LinkByName(device + "0")
+		return err == nil && port.Attrs().OperState == netlink.OperUp
+	})
 }
