@@ -11,12 +11,11 @@
 //     notifier.go serves networks with several sources of changes.
 //   - pathmtu.go gives the route to a peer the MTU of the path to it.
 //   - cloud.go is the backend of all clouds, which differ in their cloud.Cloud.
-//   - description.go is what a backend tells about itself before it starts.
+//   - description.go is what a backend tells about itself before it starts, and the contract of what it creates
+//     outside of its Scope.
 //   - samelocation.go is the contract of networks with one backend inside of a location and
 //     another one between locations.
-//   - side.go is the contract of the two backends of a migration. It also contains the interfaces
-//     of networks that change their data in this host's lease.
-//   - leftover.go is the contract of what a backend creates outside of its Scope.
+//   - side.go is the contract of the two backends of a migration.
 //
 // The smallest backend that writes routes to peers is backend/hostgw.
 package backend
@@ -220,7 +219,7 @@ type Backend interface {
 // other methods are called one at a time.
 type Network interface {
 	// MTU returns the size in bytes of the largest packets that pods may send, for all enabled
-	// families. The path to a peer may be narrower: see PathSizer.
+	// families. The path to a peer may be narrower: see NetworkReport.PathMTU.
 	MTU() int
 	// Check returns an error if a lease's backend data is unusable. Otherwise it returns
 	// the identities that the lease claims and that no other lease may have, such as VTEP
@@ -260,6 +259,9 @@ type Set struct {
 	// these leases. Refused may be called until Sync returns. If it is nil, there are no such
 	// leases.
 	Refused func() []*subnet.Lease
+	// Published is the claim of this host, with the data for all its backends, that was published since the last set
+	// because of Outcome.Republish. It is nil if there is none.
+	Published *subnet.Claim
 }
 
 // KeysToSync returns the keys of the leases that may differ from the previous set: Changed, or if
@@ -290,11 +292,31 @@ type Outcome struct {
 	Repaired int
 	// Recheck is set if the results of Check or CheckNext may have changed for leases that have not.
 	Recheck bool
+	// Republish is set if Claim of the backend returns other data than this host's lease has. The owner of the network
+	// then publishes the new claim, and does not restart the network.
+	Republish bool
+	// Reclaim is set if Claim of the backend may now return data for one more backend, or if no peer keeps this host from
+	// the next subnet.Stage. The owner of the network then publishes the new claim, and replaces the network by one with
+	// the new lease or stage.
+	Reclaim bool
+	// Choice returns how the peer with the lease key is served, by a network that chooses one of two backends for each
+	// peer. It is called from the goroutine that calls Sync. It is nil if there is only one backend.
+	Choice func(key string) Choice
 }
 
-// Add adds the outcome of another network with the same peers to o, except for its refusals.
+// Choice is the backend that carries the packets to a peer. A network prefers the next backend in a migration, the
+// cloud with Overflow, and the backend of SameLocation for peers at the location of this host.
+type Choice struct {
+	Backend string // type; empty if no backend carries them
+	Waiting string // the reason why Backend is not the preferred one; empty if it is
+}
+
+// Add adds the outcome of another network with the same peers to o, except for its refusals and choices.
 func (o *Outcome) Add(other Outcome) {
 	o.Retry = o.Retry || other.Retry
+	o.Recheck = o.Recheck || other.Recheck
+	o.Republish = o.Republish || other.Republish
+	o.Reclaim = o.Reclaim || other.Reclaim
 	o.Again = least.Of(o.Again, other.Again)
 	o.Repaired += other.Repaired
 }

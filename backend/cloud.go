@@ -181,8 +181,10 @@ func (n *cloudNetwork) Sync(ctx context.Context, peers Set) (Outcome, error) {
 
 // Report implements Inspector.
 func (n *cloudNetwork) Report() NetworkReport {
+	r := n.Programmer.Report()
 	routes := n.CloudRoutes()
-	return NetworkReport{Counts: n.Counts(), Cloud: &routes}
+	r.Cloud = &routes
+	return r
 }
 
 // cloudHosts includes the hosts whose lease is refused, marked, because the routes to them must stay.

@@ -13,6 +13,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Description is what a backend tells about itself before it starts, besides its Scope.
@@ -34,10 +35,21 @@ type Description struct {
 	// CheckPublicEndpoint returns an error if peers of this host cannot send to that name or address. It is nil if
 	// peers send to no names.
 	CheckPublicEndpoint func(endpoint.Named) error
+	// Usable returns an error if the host lacks something that Start needs, such as a kernel module. It may create and
+	// delete a device. It is nil if only Start finds that out.
+	Usable func(context.Context) error
+	// Matches reports whether the data of a lease of type LeaseType fits this backend, and not one of the same type with
+	// another configuration: for vxlan, whether the VNI is the same. It returns true if the data does not tell. It is
+	// pure, and safe for concurrent use. It is nil if the type alone decides.
+	Matches func(subnet.Lease) bool
+	// Sides contains the sides of the present and of the next backend of a migration. Any other backend has one side,
+	// and Sides is empty.
+	Sides []Side
 }
 
 // Join returns the description of a backend that consists of d and other. Its LeaseType is that of d. Peers can send to
-// a public endpoint if they can do that by one of the two.
+// a public endpoint if they can do that by one of the two. Usable, Matches and Sides concern a single backend, so Join
+// leaves them empty.
 func (d Description) Join(other Description) Description {
 	all := Description{
 		LeaseType: d.LeaseType, MTU: least.Of(d.MTU, other.MTU), Ports: union(d.Ports, other.Ports), Tunnels: union(d.Tunnels, other.Tunnels),
@@ -101,18 +113,23 @@ func CheckLocations(b Backend, configured string) error {
 	return fmt.Errorf("the backend %s has no locations: expected wireguard with SameLocation as Backend", configured)
 }
 
-// Checker is a Backend that can find out before Start whether the host has what it needs.
-type Checker interface {
-	// Usable returns an error if the host lacks something that Start needs, such as a kernel
-	// module. It may create and delete a device.
-	Usable(ctx context.Context) error
-}
-
-// Usable returns an error if b finds out that it cannot start on this host. It returns nil if b is
-// not a Checker.
+// Usable returns an error if b finds out that it cannot start on this host.
 func Usable(ctx context.Context, b Backend) error {
-	if c, ok := b.(Checker); ok {
-		return c.Usable(ctx)
+	if usable := b.Describe().Usable; usable != nil {
+		return usable(ctx)
 	}
 	return nil
+}
+
+// Leftover is something that a backend creates outside of its Scope: a kernel object of a kind that
+// the data plane does not know, or what commands have done. When another configuration replaces that
+// of the backend, it stays on the host. String describes it. Two leftovers with the same text are
+// the same.
+type Leftover interface {
+	fmt.Stringer
+	// Present reports whether it exists.
+	Present() (bool, error)
+	// Remove removes it. It returns nil if it does not exist. If ctx ends before, Remove returns an
+	// error, and the next call continues.
+	Remove(ctx context.Context) error
 }

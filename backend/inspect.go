@@ -36,6 +36,9 @@ type NetworkReport struct {
 	// NotStarted is why the next backend of a migration does not run; nil if it does, or if there is none.
 	NotStarted error
 	NextMode   string // Mode of the next backend of a migration
+	// PathMTU returns the size in bytes of the largest packet that passes to a subnet of a peer. It returns 0 if that is
+	// the MTU of the device, or unknown. It may be called at any time. It is nil if no path is narrower than the device.
+	PathMTU func(netip.Prefix) int
 }
 
 // Report returns the state of n, or the zero NetworkReport if n is not an Inspector.
@@ -52,28 +55,6 @@ func Objects(n Network, key string) []ObjectReport {
 		return i.Objects(key)
 	}
 	return nil
-}
-
-// Chooser is a Network that chooses one of two backends for each peer. It prefers the next backend
-// in a migration, the cloud with Overflow, and the backend of SameLocation for peers at the
-// location of this host. Its method is called from the goroutine that calls Sync.
-type Chooser interface {
-	// Choice returns how the peer with the lease key is served.
-	Choice(key string) Choice
-}
-
-// Choice is the backend that carries the packets to a peer.
-type Choice struct {
-	Backend string // type; empty if no backend carries them
-	Waiting string // the reason why Backend is not the preferred one; empty if it is
-}
-
-// PathSizer is a Network whose paths to peers may be narrower than its device. Its method may be called
-// at any time.
-type PathSizer interface {
-	// PathMTU returns the size in bytes of the largest packet that passes to a subnet of a peer. It
-	// returns 0 if that is the MTU of the device, or unknown.
-	PathMTU(subnet netip.Prefix) int
 }
 
 // ObjectReport is an object that the kernel should have, and whether it has it.
@@ -93,8 +74,7 @@ type PeerReport struct {
 	// PathMTUs contains the sizes in bytes of the largest packets to those subnets of the peer whose path
 	// is narrower than the device. It is nil if there are none.
 	PathMTUs map[netip.Prefix]int
-	// Choice is zero if the network is not a Chooser.
-	Choice Choice
+	Choice   Choice // zero if the network chooses nothing
 }
 
 // Inspection is a snapshot of a Syncer.
@@ -118,8 +98,6 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	in := Inspection{NetworkReport: Report(s.Network), LastSync: s.lastSync, Err: s.err, Shared: s.arbiter.Shared()}
-	chooser, _ := s.Network.(Chooser)
-	sizer, _ := s.Network.(PathSizer)
 	for l := range s.Ledger.Leases() {
 		p := PeerReport{
 			Lease: *l, Refused: s.log.refused[l.Key], Reserved: s.unusable[l.Key] == reserved,
@@ -128,11 +106,11 @@ func (s *Syncer) inspect(objects bool) Inspection {
 		if objects {
 			p.Objects = Objects(s.Network, l.Key)
 		}
-		if chooser != nil {
-			p.Choice = chooser.Choice(l.Key)
+		if s.choice != nil {
+			p.Choice = s.choice(l.Key)
 		}
-		if sizer != nil {
-			p.PathMTUs = pathMTUs(sizer, l)
+		if in.PathMTU != nil {
+			p.PathMTUs = pathMTUs(in.PathMTU, l)
 		}
 		in.Peers = append(in.Peers, p)
 	}
@@ -140,10 +118,10 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	return in
 }
 
-func pathMTUs(s PathSizer, l *subnet.Lease) map[netip.Prefix]int {
+func pathMTUs(sizeOf func(netip.Prefix) int, l *subnet.Lease) map[netip.Prefix]int {
 	var mtus map[netip.Prefix]int
 	for _, e := range l.Endpoints {
-		mtu := s.PathMTU(e.Subnet)
+		mtu := sizeOf(e.Subnet)
 		if mtu == 0 {
 			continue
 		}

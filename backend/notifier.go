@@ -7,23 +7,21 @@ import (
 	"sync"
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
-	"github.com/flanneld/flanneld/subnet"
 )
 
-// Notifier implements Network.Changed for networks with several sources of changes, and Publisher.
+// Notifier implements Network.Changed for networks with several sources of changes.
 // All changes since the loop last received from the channel are one value in it.
 type Notifier struct {
-	changed   wait.Signal
-	republish wait.Signal
-	ctx       context.Context // ends at Close
-	cancel    context.CancelFunc
-	running   sync.WaitGroup
+	changed wait.Signal
+	ctx     context.Context // ends at Close
+	cancel  context.CancelFunc
+	running sync.WaitGroup
 }
 
 // NewNotifier returns a Notifier whose functions run with the logger of ctx. They
 // continue after the end of ctx, until the caller closes the Notifier.
 func NewNotifier(ctx context.Context) *Notifier {
-	n := &Notifier{changed: wait.NewSignal(), republish: wait.NewSignal()}
+	n := &Notifier{changed: wait.NewSignal()}
 	n.ctx, n.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	return n
 }
@@ -33,15 +31,6 @@ func (n *Notifier) Changed() <-chan struct{} { return n.changed }
 
 // Notify makes the loop call Sync soon. It never blocks, and may be called at any time.
 func (n *Notifier) Notify() { n.changed.Send() }
-
-// Republish implements Publisher.
-func (n *Notifier) Republish() <-chan struct{} { return n.republish }
-
-// RequestPublish makes Republish receive. It never blocks, and may be called at any time.
-func (n *Notifier) RequestPublish() { n.republish.Send() }
-
-// Published implements Publisher. It does nothing.
-func (*Notifier) Published(subnet.Claim) {}
 
 // Forward starts a goroutine that calls Notify whenever changed receives, until Close.
 // changed may be nil, which never receives.

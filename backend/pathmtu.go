@@ -68,7 +68,7 @@ func (p *Programmer) WithResized(peers Set) Set {
 	return peers
 }
 
-// PathMTU implements PathSizer. Of two parts it returns the smaller one of the path MTUs that they know.
+// PathMTU implements NetworkReport.PathMTU. Of two parts it returns the smaller one of the path MTUs that they know.
 func (p *Programmer) PathMTU(subnet netip.Prefix) (mtu int) {
 	if p.prober != nil {
 		mtu = p.prober.Size(subnet)

@@ -114,7 +114,6 @@ func (p *Programmer) Share(ctx context.Context, merge func(key string) []datapla
 func (p *Programmer) NewPart(ctx context.Context, number int) *Programmer {
 	part := newProgrammer(ctx)
 	part.Notifier.changed = p.Notifier.changed
-	part.republish = p.republish
 	part.kernel = p.kernel
 	part.whole = p
 	part.number = number
@@ -265,7 +264,9 @@ func (p *Programmer) reroute(rerouted bool) (again time.Duration) {
 }
 
 // Report implements Inspector.
-func (p *Programmer) Report() NetworkReport { return NetworkReport{Counts: p.Counts()} }
+func (p *Programmer) Report() NetworkReport {
+	return NetworkReport{Counts: p.Counts(), PathMTU: p.PathMTU}
+}
 
 // Counts returns for each kind of object how many are wanted, by all parts of the whole, and how many of
 // these exist.

@@ -244,7 +244,7 @@ func TestResyncReads(t *testing.T) {
 		p := programmer(t, spy, resync)
 		s := backend.NewSyncer(backend.SyncerConfig{
 			Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}},
-			Own:    lease(1, "one"), Network: programmed{&network{}, p}, Ledger: &subnet.Ledger{}, Resync: resync,
+			Own:    lease(1, "one"), Network: programmed{&network{}, p}, Sides: testSides, Ledger: &subnet.Ledger{}, Resync: resync,
 		})
 		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
 		done := make(chan error)

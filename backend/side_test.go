@@ -126,23 +126,17 @@ func TestLeasesOfAMigration(t *testing.T) {
 	})
 }
 
-// matching is a network that counts the calls of Matches.
-type matching struct {
-	*network
-	calls int
-}
-
-func (m *matching) Matches(subnet.Lease) bool { m.calls++; return true }
-
 // TestLeasesWithoutAMigration checks that the Syncer calls Matches for Pass.OneBackend only if
 // Migrated is set, because Matches decodes the data of a lease.
 func TestLeasesWithoutAMigration(t *testing.T) {
 	for _, migrated := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {
-			n := &matching{network: &network{}}
+			calls := 0
+			side := testSides[0]
+			side.Matches = func(subnet.Lease) bool { calls++; return true }
 			s := backend.NewSyncer(backend.SyncerConfig{
 				Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}, BackendType: "test"},
-				Own:    lease(1, "one"), Network: n, Ledger: &subnet.Ledger{}, Resync: time.Hour, Migrated: migrated,
+				Own:    lease(1, "one"), Network: &network{}, Sides: []backend.Side{side}, Ledger: &subnet.Ledger{}, Resync: time.Hour, Migrated: migrated,
 			})
 			ctx, cancel := context.WithCancel(t.Context())
 			done := make(chan struct{})
@@ -156,8 +150,8 @@ func TestLeasesWithoutAMigration(t *testing.T) {
 			synctest.Wait()
 			cancel()
 			<-done
-			if got := n.calls > 0; got != migrated {
-				t.Errorf("migrated %v: %d calls of Matches", migrated, n.calls)
+			if got := calls > 0; got != migrated {
+				t.Errorf("migrated %v: %d calls of Matches", migrated, calls)
 			}
 		})
 	}

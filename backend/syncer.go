@@ -25,6 +25,7 @@ type SyncerConfig struct {
 	Config  subnet.Config
 	Own     subnet.Lease
 	Network Network
+	Sides   []Side         // of the backend. A network with two gets each lease with the data for both
 	Ledger  *subnet.Ledger // owned by the Syncer
 	Resync  time.Duration  // maximum time between two passes
 	// Broadcasts returns the broadcast addresses of the networks to which this host belongs. It is called
@@ -50,6 +51,8 @@ type Pass struct {
 	// backend than that of this host. All hosts have then finished the migration, or have all gone
 	// back to the former backend. OneBackend is only set if SyncerConfig.Migrated is.
 	OneBackend bool
+	Republish  bool          // see Outcome
+	Reclaim    bool          // see Outcome
 	Took       time.Duration // duration of the pass
 	Repaired   int           // number of repaired changes by other programs
 }
@@ -69,29 +72,26 @@ type Syncer struct {
 	lastRead time.Time         // time of the last call of Broadcasts
 	log      syncLog
 	repairs  *loglimit.Repairs
-	retry    wait.Backoff // pauses before further passes for refusals whose cause may disappear
+	retry    wait.Backoff            // pauses before further passes for refusals whose cause may disappear
+	choice   func(key string) Choice // see Outcome
 
-	mu       sync.Mutex          // guards Ledger and the fields up to news
-	changed  map[string]struct{} // keys of leases that have changed since the last pass
-	all      bool                // the next pass must check all leases
-	answered bool                // a snapshot was applied
-	news     bool                // see Pass
+	mu        sync.Mutex          // guards Ledger and the fields up to published
+	changed   map[string]struct{} // keys of leases that have changed since the last pass
+	all       bool                // the next pass must check all leases
+	answered  bool                // a snapshot was applied
+	news      bool                // see Pass
+	published *subnet.Claim       // see Set
 
-	side   Side                // the part of leases that this host can use, unless Network is a Selector
 	moving map[string]struct{} // keys of the known leases because of which Pass.OneBackend is not set
 }
 
 // NewSyncer returns a Syncer. Until the first snapshot it serves the peers in the ledger
 // and removes nothing.
 func NewSyncer(c SyncerConfig) *Syncer {
-	side := Side{Type: c.Config.BackendType, LeaseType: c.Own.BackendType}
-	if m, ok := c.Network.(Matcher); ok {
-		side.Matches = m.Matches
-	}
 	s := &Syncer{
 		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, claimantOf(c.Network, c.Own)), all: true, changed: map[string]struct{}{},
 		kernel: map[string]string{}, log: newSyncLog(c.OnRefused), repairs: newRepairs(),
-		side: side, moving: map[string]struct{}{},
+		moving: map[string]struct{}{},
 	}
 	s.loop = loop.New(c.Resync, s.step)
 	return s
@@ -100,7 +100,7 @@ func NewSyncer(c SyncerConfig) *Syncer {
 func claimantOf(n Network, own subnet.Lease) subnet.Claimant {
 	c := subnet.Claimant{Lease: &own}
 	c.Identities, _ = n.Check(own) // without identities no peer contradicts this host
-	if s, ok := n.(Selector); ok {
+	if s, ok := n.(NextChecker); ok {
 		ids, _ := s.CheckNext(own)
 		c.Identities = slices.Concat(c.Identities, ids)
 	}
@@ -130,6 +130,14 @@ func (s *Syncer) Publish(u subnet.Update) {
 		s.news = true
 		s.loop.Wake()
 	}
+}
+
+// Published tells the network that the store now has the claim c.
+func (s *Syncer) Published(c subnet.Claim) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.published = &c
+	s.loop.Wake()
 }
 
 // Peers returns the known state of the other nodes, for storing it on disk.
@@ -172,8 +180,9 @@ func (s *Syncer) step(ctx context.Context) error {
 		s.log.shared(ctx, s.arbiter.Shared())
 	}
 	s.log.result(ctx, err)
-	if chooser, ok := s.Network.(Chooser); ok {
-		outcome.Again = least.Of(outcome.Again, s.log.choices.log(ctx, time.Now(), set.Leases, chooser))
+	if outcome.Choice != nil {
+		s.choice = outcome.Choice
+		outcome.Again = least.Of(outcome.Again, s.log.choices.log(ctx, time.Now(), set.Leases, s.choice))
 	}
 
 	s.err = err
@@ -185,6 +194,8 @@ func (s *Syncer) step(ctx context.Context) error {
 		pass.OneBackend = s.Migrated && set.Complete && len(s.moving) == 0
 		pass.Took = time.Since(begin)
 		pass.Repaired = outcome.Repaired
+		pass.Republish = outcome.Republish
+		pass.Reclaim = outcome.Reclaim
 		s.OnSync(pass)
 	}
 	if err != nil {
@@ -223,7 +234,7 @@ func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	expired := s.Ledger.Expire(time.Now())
-	set = Set{All: s.all || expired, Complete: s.answered, Unreadable: s.Ledger.HasUnreadable()}
+	set = Set{All: s.all || expired, Complete: s.answered, Unreadable: s.Ledger.HasUnreadable(), Published: s.published}
 	pass = Pass{Answered: s.answered, News: s.news || expired}
 
 	// The leases that are gone come first, so that leases in their place do not contradict them.
@@ -253,6 +264,7 @@ func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 	set.Refused = s.refusedLeases
 	s.all = false
 	s.news = false
+	s.published = nil
 	clear(s.changed)
 	s.log.held(ctx, s.Ledger.NumHeld(), s.Ledger.Held)
 	return set, pass
@@ -398,7 +410,7 @@ func (s *Syncer) noteMoving(l *subnet.Lease) {
 	if !hasHost {
 		return // a reservation: no daemon will ever rewrite it
 	}
-	if l.NextType != "" || l.BackendType != s.Own.BackendType || s.side.Matches != nil && !s.side.Matches(*l) {
+	if l.NextType != "" || l.BackendType != s.Own.BackendType || !s.Sides[0].matches(*l) {
 		s.moving[l.Key] = struct{}{}
 	}
 }
@@ -429,7 +441,7 @@ func (s *Syncer) check(l *subnet.Lease) (c subnet.Claimant, unusable string) {
 	}
 
 	c.Identities = identities
-	if n, ok := s.Network.(Selector); ok {
+	if n, ok := s.Network.(NextChecker); ok {
 		if more, without := n.CheckNext(checked); len(more) > 0 {
 			c.Less = &subnet.Claimant{Lease: without, Identities: identities}
 			c.Identities = slices.Concat(identities, more)
@@ -438,11 +450,15 @@ func (s *Syncer) check(l *subnet.Lease) (c subnet.Claimant, unusable string) {
 	return c, ""
 }
 
+// choose returns l as the network uses it.
 func (s *Syncer) choose(l *subnet.Lease) (used *subnet.Lease, ok bool) {
-	if n, ok := s.Network.(Selector); ok {
-		return l, n.Selects(l)
+	if len(s.Sides) == 1 {
+		return s.Sides[0].Of(l)
 	}
-	return s.side.Of(l)
+	return l, slices.ContainsFunc(s.Sides, func(side Side) bool {
+		_, ok := side.Of(l)
+		return ok
+	})
 }
 
 func (s *Syncer) enabled(es []subnet.Endpoint) []subnet.Endpoint {

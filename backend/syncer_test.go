@@ -155,6 +155,9 @@ func run(t *testing.T, n backend.Network, known ...subnet.Lease) (*backend.Synce
 	return runOnSync(t, n, nil, known...)
 }
 
+// testSides are the sides of the backend of this host.
+var testSides = []backend.Side{{Type: "test", LeaseType: "test"}}
+
 // runOnSync is like run, and calls onSync after every pass.
 func runOnSync(t *testing.T, n backend.Network, onSync func(backend.Pass), known ...subnet.Lease) (*backend.Syncer, func() string) {
 	t.Helper()
@@ -164,7 +167,7 @@ func runOnSync(t *testing.T, n backend.Network, onSync func(backend.Pass), known
 	}
 	s := backend.NewSyncer(backend.SyncerConfig{
 		Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}, BackendType: "test"},
-		Own:    lease(1, "one"), Network: n, Ledger: ledger, Resync: time.Hour, OnSync: onSync,
+		Own:    lease(1, "one"), Network: n, Sides: testSides, Ledger: ledger, Resync: time.Hour, OnSync: onSync,
 		Migrated: true,
 	})
 	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
@@ -192,7 +195,7 @@ func TestRefusedByABackendWithoutALeaseType(t *testing.T) {
 		own.BackendType = ""
 		s := backend.NewSyncer(backend.SyncerConfig{
 			Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}, BackendType: "untyped"},
-			Own:    own, Network: &network{}, Ledger: &subnet.Ledger{}, Resync: time.Hour,
+			Own:    own, Network: &network{}, Sides: []backend.Side{{Type: "untyped"}}, Ledger: &subnet.Ledger{}, Resync: time.Hour,
 		})
 		ctx, cancel := context.WithCancel(t.Context())
 		var running sync.WaitGroup
@@ -456,11 +459,9 @@ func TestAcceptedPeerKeepsItsIdentity(t *testing.T) {
 	})
 }
 
-// migrating implements Selector. The next backend starts in the second pass. Leases claim their
+// migrating implements NextChecker. The next backend starts in the second pass. Leases claim their
 // NextType for it.
 type migrating struct{ *network }
-
-func (migrating) Selects(*subnet.Lease) bool { return true }
 
 func (n migrating) CheckNext(l subnet.Lease) ([]string, *subnet.Lease) {
 	n.mu.Lock()
@@ -702,7 +703,7 @@ func TestBroadcastAddressIsRefused(t *testing.T) {
 		reads := 0
 		s := backend.NewSyncer(backend.SyncerConfig{
 			Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}, BackendType: "test"},
-			Own:    lease(1, "one"), Network: &network{}, Ledger: &subnet.Ledger{}, Resync: time.Hour,
+			Own:    lease(1, "one"), Network: &network{}, Sides: testSides, Ledger: &subnet.Ledger{}, Resync: time.Hour,
 			Broadcasts: func() []netip.Addr {
 				reads++
 				return []netip.Addr{broadcast}
@@ -917,14 +918,18 @@ func TestRegistry(t *testing.T) {
 	}
 }
 
-// choosing implements Chooser.
+// choosing is a network that chooses between two backends.
 type choosing struct {
 	*network
 	choices map[string]backend.Choice
 	wake    chan struct{}
 }
 
-func (n choosing) Choice(key string) backend.Choice { return n.choices[key] }
+func (n choosing) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
+	out, err := n.network.Sync(ctx, peers)
+	out.Choice = func(key string) backend.Choice { return n.choices[key] }
+	return out, err
+}
 
 func (n choosing) Changed() <-chan struct{} { return n.wake }
 

@@ -131,7 +131,7 @@ const (
 	patience = time.Minute
 )
 
-// choiceLog logs how many peers each backend of a Chooser serves, and names the peers that wait for the
+// choiceLog logs how many peers each backend of Outcome.Choice serves, and names the peers that wait for the
 // preferred backend.
 type choiceLog struct {
 	counts  map[string]int       // numbers of peers by backend that were logged last
@@ -142,12 +142,12 @@ type choiceLog struct {
 // log compares the choices for all peers with what it has logged. It returns the time until it must be called
 // again, or zero if nothing waits to be logged.
 func (l *choiceLog) log(
-	ctx context.Context, now time.Time, peers map[string]*subnet.Lease, chooser Chooser,
+	ctx context.Context, now time.Time, peers map[string]*subnet.Lease, choice func(key string) Choice,
 ) (again time.Duration) {
 	counts := map[string]int{}
 	var late []string
 	for key := range peers { // without a copy for each of thousands of peers
-		c := chooser.Choice(key)
+		c := choice(key)
 		if c.Backend == "" {
 			continue
 		}
@@ -166,7 +166,7 @@ func (l *choiceLog) log(
 		}
 	}
 
-	maps.DeleteFunc(l.waiting, func(key string, _ time.Time) bool { return chooser.Choice(key).Waiting == "" })
+	maps.DeleteFunc(l.waiting, func(key string, _ time.Time) bool { return choice(key).Waiting == "" })
 	if maps.Equal(counts, l.counts) && len(late) == 0 {
 		return again
 	}
@@ -180,7 +180,7 @@ func (l *choiceLog) log(
 	for i, key := range late {
 		l.waiting[key] = time.Time{}
 		if i < shown {
-			some = append(some, key+": "+chooser.Choice(key).Waiting)
+			some = append(some, key+": "+choice(key).Waiting)
 		}
 	}
 	l.counts = counts

@@ -78,18 +78,18 @@ func (b *Backend) Scope() dataplane.Scope {
 
 // Describe implements backend.Backend.
 func (b *Backend) Describe() backend.Description {
-	d := backend.Description{LeaseType: Type, MTU: b.MTU(), Tunnels: map[prefix.Family][]firewall.Payload{}}
+	d := backend.Description{LeaseType: Type, MTU: b.MTU(), Tunnels: map[prefix.Family][]firewall.Payload{}, Usable: b.usable}
 	for f, k := range kinds {
 		d.Tunnels[f] = []firewall.Payload{{Protocol: k.protocol}}
 	}
 	return d
 }
 
-// probeDevice is the name of the device that Usable creates and deletes again.
+// probeDevice is the name of the device that usable creates and deletes again.
 const probeDevice = "flannel-try"
 
-// Usable implements backend.Checker.
-func (b *Backend) Usable(ctx context.Context) error {
+// usable implements backend.Description.Usable.
+func (b *Backend) usable(ctx context.Context) error {
 	if err := b.checkDeviceNames(ctx); err != nil {
 		return err
 	}

@@ -95,11 +95,12 @@ func (b *Backend) Scope() dataplane.Scope {
 func (b *Backend) Describe() backend.Description {
 	d := b.between.Describe().Join(b.inside.Describe())
 	d.Inside = []string{b.sides.inside.Type}
+	d.Usable = b.usable
 	return d
 }
 
-// Usable implements backend.Checker.
-func (b *Backend) Usable(ctx context.Context) error {
+// usable implements backend.Description.Usable.
+func (b *Backend) usable(ctx context.Context) error {
 	if err := backend.Usable(ctx, b.between); err != nil || b.env.Location == "" {
 		return err
 	}

@@ -116,6 +116,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	}
 	written, failed := n.Programmer.Sync(ctx, set)
 	out.Add(written)
+	out.Choice = n.choice
 	n.noteFailed(ctx, written.Refused)
 	if set.All || out.Repaired > 0 {
 		n.filter.Loosen(ctx, n.Scope().Devices, n.env.Underlay.Name,
@@ -195,8 +196,8 @@ func (n *network) log(ctx context.Context, key, reason string) {
 
 func (n *network) isInside(key string) bool { return n.near[key] != nil && n.failed[key] == "" }
 
-// Choice implements backend.Chooser.
-func (n *network) Choice(key string) backend.Choice {
+// choice implements backend.Outcome.Choice.
+func (n *network) choice(key string) backend.Choice {
 	why, known := n.peers[key]
 	if !known {
 		return backend.Choice{}

@@ -64,7 +64,8 @@ func (e *encrypted) Start(ctx context.Context, own subnet.Lease) (backend.Networ
 type encryptedNetwork struct {
 	*encrypted
 	*backend.Programmer
-	failing error
+	failing   error
+	republish bool
 }
 
 func (*encryptedNetwork) Check(l subnet.Lease) ([]string, error) {
@@ -76,6 +77,7 @@ func (n *encryptedNetwork) Sync(ctx context.Context, set backend.Set) (backend.O
 	if err == nil {
 		err = n.failing
 	}
+	out.Republish = n.republish
 	return out, err
 }
 
@@ -233,7 +235,7 @@ func TestChoice(t *testing.T) {
 				"host8": {Backend: "wireguard", Waiting: `its address "10.5.8.1" at the location is not one of another host`},
 				"host9": {},
 			} {
-				if got := b.net.Choice(key); got != want {
+				if got := b.net.choice(key); got != want {
 					t.Errorf("%s: %+v, want %+v", key, got, want)
 				}
 			}
@@ -268,7 +270,7 @@ func TestHostileData(t *testing.T) {
 		b.leases["host2"] = l
 		b.sync(backend.Set{All: i == 0, Changed: []string{"host2"}, Complete: true})
 		b.expectInside(raw)
-		if c := b.net.Choice("host2"); c.Backend != "wireguard" || !strings.Contains(c.Waiting, "its data for vxlan cannot be used") || strings.Contains(c.Waiting, "\n") {
+		if c := b.net.choice("host2"); c.Backend != "wireguard" || !strings.Contains(c.Waiting, "its data for vxlan cannot be used") || strings.Contains(c.Waiting, "\n") {
 			t.Errorf("%s: %+v, want the reason in one line", raw, c)
 		}
 	}
@@ -276,7 +278,7 @@ func TestHostileData(t *testing.T) {
 		b.leases["host2"] = lease(t, be, 2, "east", func(d *data) { d.Address = netip.MustParseAddr(address) })
 		b.sync(backend.Set{Changed: []string{"host2"}, Complete: true})
 		b.expectInside(address)
-		if c := b.net.Choice("host2"); c.Backend != "wireguard" || !strings.Contains(c.Waiting, "at the location is not one of another host") || strings.ContainsAny(c.Waiting, "\x1b\n") || len(c.Waiting) > 200 {
+		if c := b.net.choice("host2"); c.Backend != "wireguard" || !strings.Contains(c.Waiting, "at the location is not one of another host") || strings.ContainsAny(c.Waiting, "\x1b\n") || len(c.Waiting) > 200 {
 			t.Errorf("%q: %+v, want the reason in one short line", address, c)
 		}
 	}
@@ -323,7 +325,7 @@ func TestSharedIdentity(t *testing.T) {
 	b.sync(backend.Set{All: true, Complete: true})
 	b.expectInside("two hosts have one VTEP MAC")
 	for key, want := range map[string]string{"host2": "VTEP MAC 02:00:00:00:00:02 is also that of host3", "host3": "is also that of host2", "host4": "", "host5": "is also that of host1"} {
-		if c := b.net.Choice(key); c.Backend != "wireguard" || !strings.Contains(c.Waiting, want) || (c.Waiting == "") != (want == "") {
+		if c := b.net.choice(key); c.Backend != "wireguard" || !strings.Contains(c.Waiting, want) || (c.Waiting == "") != (want == "") {
 			t.Errorf("%s: %+v, want the reason %q", key, c, want)
 		}
 	}
@@ -379,7 +381,7 @@ func TestUnreachableInside(t *testing.T) {
 		t.Errorf("refused: %v, want none", out.Refused)
 	}
 	b.expectInside("one host is far", "host2")
-	if c := b.net.Choice("host3"); c.Backend != "wireguard" || c.Waiting == "" {
+	if c := b.net.choice("host3"); c.Backend != "wireguard" || c.Waiting == "" {
 		t.Errorf("%+v, want a reason", c)
 	}
 	if r := b.net.Report().Location; r.ByInside != 1 || r.ByBetween != 1 {
@@ -532,14 +534,14 @@ func TestRebootKeepsTheData(t *testing.T) {
 	}
 }
 
-// TestBackendBetweenPublishes checks that Republish receives when the network of the backend between
-// locations wants to publish other data.
+// TestBackendBetweenPublishes checks that the network wants to publish other data if the backend between locations
+// does.
 func TestBackendBetweenPublishes(t *testing.T) {
 	b := newBed(t, "east")
 	b.start(subnet.Claim{})
-	b.net.running.between.(*encryptedNetwork).RequestPublish()
-	if len(b.net.Republish()) != 1 {
-		t.Error("Republish does not receive")
+	b.net.running.between.(*encryptedNetwork).republish = true
+	if out := b.sync(backend.Set{All: true}); !out.Republish {
+		t.Error("the network publishes nothing")
 	}
 }
 

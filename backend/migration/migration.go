@@ -115,12 +115,11 @@ func (b *Backend) check() error {
 	return nil
 }
 
-// Sides implements backend.TwoSided.
-func (b *Backend) Sides() (_, _ backend.Side) { return b.parts[present].side, b.parts[next].side }
-
 // Describe implements backend.Backend. Only one of the two backends may have locations.
 func (b *Backend) Describe() backend.Description {
-	return b.parts[present].be.Describe().Join(b.parts[next].be.Describe())
+	d := b.parts[present].be.Describe().Join(b.parts[next].be.Describe())
+	d.Sides = []backend.Side{b.parts[present].side, b.parts[next].side}
+	return d
 }
 
 // Scope implements backend.Backend.

@@ -42,7 +42,7 @@ type network struct {
 
 	compared time.Time // when the backends last got a set without changes; see comparePause
 
-	claimable  wait.Signal  // see backend.Reclaimer
+	reclaim    bool         // see backend.Outcome
 	notStarted error        // why the next backend does not run
 	again      wait.Backoff // pauses between two attempts to start the next backend
 	nextStart  time.Time    // when to start the next backend again
@@ -83,7 +83,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	n := &network{
 		Backend: b, Programmer: kernel, own: own, before: bestRoutes(before),
 		peers: map[string]*peer{}, leases: [sides]map[string]*subnet.Lease{{}, {}},
-		claimable: wait.NewSignal(), again: wait.Backoff{Least: leastPause, Most: mostPause},
+		again: wait.Backoff{Least: leastPause, Most: mostPause},
 	}
 
 	n.Share(ctx, n.merge)
@@ -117,12 +117,9 @@ func (n *network) lackOfData(ctx context.Context) error {
 	if _, err := n.claimNext(ctx, n.own.Claim()); err != nil {
 		return err
 	}
-	n.claimable.Send()
+	n.reclaim = true
 	return errNoData
 }
-
-// Reclaim implements backend.Reclaimer.
-func (n *network) Reclaim() <-chan struct{} { return n.claimable }
 
 // startNext tries to start the next backend, and logs only the first error of a series.
 func (n *network) startNext(ctx context.Context) {
@@ -168,12 +165,6 @@ func (n *network) attempt(ctx context.Context, own subnet.Lease) (backend.Networ
 // one does not run yet.
 func (n *network) MTU() int { return n.mtu }
 
-// Selects implements backend.Selector.
-func (n *network) Selects(l *subnet.Lease) bool {
-	leases := n.split(l)
-	return leases[present] != nil || leases[next] != nil
-}
-
 // split returns l as each backend uses it, and nil for a backend that cannot use it.
 func (n *network) split(l *subnet.Lease) (leases [sides]*subnet.Lease) {
 	for i, p := range n.parts {
@@ -197,7 +188,7 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 	return n.running[next].Check(*leases[next])
 }
 
-// CheckNext implements backend.Selector.
+// CheckNext implements backend.NextChecker.
 func (n *network) CheckNext(l subnet.Lease) (identities []string, without *subnet.Lease) {
 	leases := n.split(&l)
 	if leases[present] == nil || leases[next] == nil || n.running[next] == nil {
@@ -236,10 +227,10 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 
 	out.Add(written)
 	out.Refused = n.refusals()
+	out.Choice = n.choice
 	out.Recheck = started
-	if set.Complete && err == nil && n.env.Config.Stage != "" && !n.held() {
-		n.claimable.Send()
-	}
+	out.Reclaim = n.reclaim || set.Complete && err == nil && n.env.Config.Stage != "" && !n.held()
+	n.reclaim = false
 	if n.running[next] == nil {
 		out.Again = least.Of(out.Again, max(time.Until(n.nextStart), time.Millisecond))
 	}
@@ -543,8 +534,8 @@ func (n *network) targets(key string) (all []target) {
 	return all
 }
 
-// Choice implements backend.Chooser.
-func (n *network) Choice(key string) backend.Choice {
+// choice implements backend.Outcome.Choice.
+func (n *network) choice(key string) backend.Choice {
 	p := n.peers[key]
 	if p == nil {
 		return backend.Choice{}
@@ -559,6 +550,7 @@ func (n *network) Report() backend.NetworkReport {
 	other := backend.Report(n.running[next])
 	r.NotStarted = n.notStarted
 	r.NextMode = other.Mode
+	r.PathMTU = n.PathMTU
 	r.Location = cmp.Or(r.Location, other.Location)
 	if r.Dropped == nil {
 		r.Dropped = other.Dropped

@@ -6,9 +6,7 @@ import (
 	"context"
 	"fmt"
 	"maps"
-	"net/netip"
 	"slices"
-	"sync/atomic"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
@@ -27,11 +25,10 @@ type network struct {
 	filter rpfilter.Filter
 
 	own       subnet.Lease
-	data      map[prefix.Family]data       // of this host
-	published map[prefix.Family]data       // of this host, as the store has it; peers decide by this data
-	stored    atomic.Pointer[subnet.Claim] // claim in the store that Sync has not read yet; nil if there is none
-	compared  bool                         // the routes were compared since the start
-	failed    error                        // error of the last comparison
+	data      map[prefix.Family]data // of this host
+	published map[prefix.Family]data // of this host, as the store has it
+	compared  bool                   // the routes were compared since the start
+	failed    error                  // error of the last comparison
 
 	leases map[string]*subnet.Lease // of the peers that need the tunnel, as the tunnel uses them
 	peers  map[string]peer          // by lease key
@@ -95,15 +92,18 @@ func hasTunnel(e subnet.Endpoint) bool {
 // because the tunnel can carry the packets.
 func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, error) {
 	n.SetPeers(set)
-	repaired, changed := n.refresh()
-	if c := n.stored.Swap(nil); c != nil {
-		changed = true
-		for _, e := range c.Endpoints {
+	repaired, first, republish := n.refresh()
+
+	// This host decides by the data that the store has, because peers do the same. Otherwise the packets of the two
+	// directions would travel different ways while the store is unavailable.
+	if set.Published != nil {
+		for _, e := range set.Published.Endpoints {
 			n.published[e.Family()], _, _ = decode(e.Data) // refresh has encoded the data, so it can be decoded
 		}
 	}
 
-	keys := backend.KeysToSync(backend.Set{Leases: set.Leases, Changed: set.Changed, All: set.All || changed}, n.peers)
+	all := set.All || first || republish || set.Published != nil
+	keys := backend.KeysToSync(backend.Set{Leases: set.Leases, Changed: set.Changed, All: all}, n.peers)
 	for _, key := range keys {
 		n.choose(key, set.Leases[key])
 	}
@@ -111,6 +111,8 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	set.Changed = keys
 	out, err := n.tunnel.Sync(ctx, set)
 
+	out.Choice = n.choice
+	out.Republish = republish
 	out.Repaired += repaired
 	for key, p := range n.peers {
 		if p.refused != "" {
@@ -126,17 +128,15 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	return out, err
 }
 
-// refresh updates the data of this host after a comparison of the routes, and asks for its publication
-// if it has changed. anew is set if peers may have to be served in another way. repaired is the number
-// of routes that were repaired since the last call.
-func (n *network) refresh() (repaired int, anew bool) {
+// refresh updates the data of this host after a comparison of the routes. first is set after the first one, and
+// changed if the data must be published. repaired is the number of routes that were repaired since the last call.
+func (n *network) refresh() (repaired int, first, changed bool) {
 	repaired, compared, failed := n.Last()
 	if !compared {
-		return 0, false
+		return 0, false, false
 	}
 
-	first := !n.compared
-	changed := false
+	first = !n.compared
 	n.compared = true
 	n.failed = failed
 	report := n.CloudRoutes()
@@ -158,17 +158,8 @@ func (n *network) refresh() (repaired int, anew bool) {
 		n.own = own
 		present := maps.Clone(n.data)
 		n.present.Store(&present)
-		n.RequestPublish()
 	}
-	return repaired, first || changed
-}
-
-// Published implements backend.Publisher. This host decides by the data that the store has, because
-// peers do the same. Otherwise the packets of the two directions would travel different ways while
-// the store is unavailable.
-func (n *network) Published(c subnet.Claim) {
-	n.stored.Store(&c)
-	n.Notify()
+	return repaired, first, changed
 }
 
 // choose decides whether the cloud or the tunnel serves a peer. l is nil if the peer has gone.
@@ -219,8 +210,8 @@ func (n *network) serve(key string, l *subnet.Lease) (p peer) {
 	return p
 }
 
-// Choice implements backend.Chooser.
-func (n *network) Choice(key string) backend.Choice {
+// choice implements backend.Outcome.Choice.
+func (n *network) choice(key string) backend.Choice {
 	p, known := n.peers[key]
 	switch {
 	case !known || p.refused != "":
@@ -248,15 +239,10 @@ func (n *network) Report() backend.NetworkReport {
 	}
 
 	routes := n.CloudRoutes()
-	return backend.NetworkReport{Counts: backend.Report(n.tunnel).Counts, Cloud: &routes, Overflow: &ways}
-}
-
-// PathMTU implements backend.PathSizer.
-func (n *network) PathMTU(dst netip.Prefix) int {
-	if s, ok := n.tunnel.(backend.PathSizer); ok {
-		return s.PathMTU(dst)
-	}
-	return 0
+	r := backend.Report(n.tunnel)
+	r.Cloud = &routes
+	r.Overflow = &ways
+	return r
 }
 
 // Objects implements backend.Inspector.

@@ -34,7 +34,8 @@ type bed struct {
 	net    *network
 	leases map[string]*subnet.Lease
 	warned []string
-	claims int // number of claims that were published
+	asked  bool // the host asks to publish its claim
+	claims int  // number of claims that were published
 }
 
 func subnetOf(n int) netip.Prefix {
@@ -99,10 +100,17 @@ func (b *bed) start(prev subnet.Claim) {
 
 func (b *bed) sync() backend.Outcome {
 	b.Helper()
-	out, err := b.net.Sync(b.Context(), backend.Set{Leases: b.leases, All: true, Complete: true})
+	return b.syncAfter(nil)
+}
+
+// syncAfter is sync after the publication of a claim.
+func (b *bed) syncAfter(published *subnet.Claim) backend.Outcome {
+	b.Helper()
+	out, err := b.net.Sync(b.Context(), backend.Set{Leases: b.leases, All: true, Complete: true, Published: published})
 	if err != nil {
 		b.Fatal(err)
 	}
+	b.asked = b.asked || out.Republish
 	return out
 }
 
@@ -113,17 +121,14 @@ func (b *bed) expectClaim(what string, want data) {
 	deadline := time.After(10 * time.Second)
 	var last string
 	for {
-		select {
-		case <-b.net.Changed():
-			b.sync()
-		case <-b.net.Republish():
+		if b.asked {
+			b.asked = false
 			claim, err := b.net.Claim(b.Context(), b.net.own.Claim())
 			if err != nil {
 				b.Fatal(err)
 			}
 			b.claims++
-			b.net.Published(claim)
-			b.sync()
+			b.syncAfter(&claim)
 			d, known, err := decode(claim.Endpoints[0].Data)
 			if err != nil || !known || d.Overflow == nil {
 				b.Fatalf("%s: the host publishes %s", what, claim.Endpoints[0].Data)
@@ -132,6 +137,12 @@ func (b *bed) expectClaim(what string, want data) {
 			if last = cmp.Diff(want, d); last == "" {
 				return
 			}
+			continue
+		}
+
+		select {
+		case <-b.net.Changed():
+			b.sync()
 		case <-deadline:
 			b.Fatalf("%s: the host does not publish the wanted data (-want +got):\n%s", what, last)
 		}
@@ -197,7 +208,7 @@ func TestChoice(t *testing.T) {
 		"host6": {Backend: "aws-vpc"},
 		"host9": {},
 	} {
-		if got := b.net.Choice(key); got != want {
+		if got := b.net.choice(key); got != want {
 			t.Errorf("%s: %+v, want %+v", key, got, want)
 		}
 	}
@@ -222,7 +233,7 @@ func TestChoice(t *testing.T) {
 	}
 
 	b.Do(func() { b.Quota = 10 })
-	for len(b.net.Republish()) == 0 {
+	for !b.asked {
 		<-b.net.Changed()
 		b.sync()
 	}
@@ -254,7 +265,7 @@ func TestRestart(t *testing.T) {
 		b.sync()
 	}
 	b.expectByTunnel("after a restart")
-	if len(b.net.Republish()) > 0 {
+	if b.asked {
 		t.Error("the host wants to publish something")
 	}
 	if got := string(b.net.own.Endpoints[0].Data); got != string(own.Endpoints[0].Data) {

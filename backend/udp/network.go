@@ -156,7 +156,10 @@ func (n *network) Objects(key string) []backend.ObjectReport {
 
 // Report implements backend.Inspector.
 func (n *network) Report() backend.NetworkReport {
-	return backend.NetworkReport{Counts: n.Counts(), Mode: modeUserspace, Dropped: n.host.counters.Dropped()}
+	r := n.Programmer.Report()
+	r.Mode = modeUserspace
+	r.Dropped = n.host.counters.Dropped()
+	return r
 }
 
 // Close implements backend.Network. Device and tunnel belong to the Host, and continue for the next

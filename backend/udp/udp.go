@@ -58,6 +58,7 @@ func (b *Backend) Describe() backend.Description {
 	return backend.Description{
 		MTU: b.MTU(), Ports: map[string][]int{Type: {b.config.Port}},
 		Tunnels: map[prefix.Family][]firewall.Payload{prefix.IPv4: packets, prefix.IPv6: packets},
+		Usable:  func(context.Context) error { return tunnel.Usable() },
 	}
 }
 
@@ -65,9 +66,6 @@ func (b *Backend) Describe() backend.Description {
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	return b.env.Claim("", prev), nil
 }
-
-// Usable implements backend.Checker.
-func (*Backend) Usable(context.Context) error { return tunnel.Usable() }
 
 // MTU implements backend.Network.
 func (b *Backend) MTU() int { return mtu(b.env) }

@@ -58,15 +58,15 @@ func (b *Backend) Describe() backend.Description {
 	packets := []firewall.Payload{{Protocol: firewall.UDP, Port: uint16(b.config.Port)}}
 	return backend.Description{
 		LeaseType: Type, MTU: b.MTU(), Ports: map[string][]int{kind: {b.config.Port}},
-		Tunnels: map[prefix.Family][]firewall.Payload{prefix.IPv4: packets, prefix.IPv6: packets},
+		Tunnels: map[prefix.Family][]firewall.Payload{prefix.IPv4: packets, prefix.IPv6: packets}, Matches: b.matches,
 	}
 }
 
-// Matches implements backend.Matcher. It compares the VNI in the backend data of the lease with
+// matches implements backend.Description.Matches. It compares the VNI in the backend data of the lease with
 // this host's VNI, because in a migration from one VNI to another both backends have the type vxlan.
 // A lease also matches if its data contains no VNI, as older daemons write it, or VNI 0. A lease
 // whose data cannot be decoded matches too: the method Check of the network refuses it later.
-func (b *Backend) Matches(l subnet.Lease) bool {
+func (b *Backend) matches(l subnet.Lease) bool {
 	for _, e := range l.Endpoints {
 		if d, err := decodeData(e.Data); err == nil && d.VNI != 0 && d.VNI != b.config.VNI {
 			return false

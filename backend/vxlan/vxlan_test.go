@@ -226,7 +226,7 @@ func TestThousandsOfPeers(t *testing.T) {
 	}
 	synced := make(chan backend.Pass, 10)
 	s := backend.NewSyncer(backend.SyncerConfig{
-		Config: env.Config, Own: own, Network: n, Ledger: &subnet.Ledger{}, Resync: time.Hour,
+		Config: env.Config, Own: own, Network: n, Sides: []backend.Side{{Type: Type, LeaseType: Type}}, Ledger: &subnet.Ledger{}, Resync: time.Hour,
 		OnSync: func(p backend.Pass) { synced <- p },
 	})
 	s.Publish(subnet.Update{Snapshot: func() subnet.Snapshot { return subnet.Snapshot{Leases: subnettest.Pointers(leases...)} }})

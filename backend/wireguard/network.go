@@ -33,6 +33,7 @@ type network struct {
 	lookups        *lookups
 	look           time.Duration // when to read the devices again, on the steady clock; zero if there is no need
 	failed         bool          // the last pass failed, and the next set does not repeat its changes
+	republish      bool          // what this host shares has changed in this pass
 	now            func() discovery.Instant
 }
 
@@ -68,6 +69,7 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 // Sync implements backend.Network. If the address, the route or the peers of one device cannot
 // be written, Sync still writes the peers of the other device, and then returns the error.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (o backend.Outcome, err error) {
+	n.republish = false
 	defer func() { n.failed = err != nil }()
 	if err := n.ensureUserspace(ctx); err != nil {
 		return backend.Outcome{}, err
@@ -77,6 +79,7 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (o backend.Outcom
 	repaired, err := n.syncPeers(ctx, peers)
 	o.Repaired += repaired
 	o.Again = n.again()
+	o.Republish = n.republish
 	return o, oneline.Join(failed, err)
 }
 
@@ -158,7 +161,7 @@ func (n *network) learn(ctx context.Context, now time.Duration, set backend.Set)
 	}
 	if shared, changed := n.discovery.Publish(now); changed {
 		n.published.Store(&shared)
-		n.RequestPublish()
+		n.republish = true
 		klog.FromContext(ctx).Info("sharing the endpoints of peers behind NAT in this host's lease", "endpoints", len(shared))
 	}
 }
@@ -294,7 +297,9 @@ func (n *network) Objects(key string) []backend.ObjectReport {
 
 // Report implements backend.Inspector. WireGuard does not count drops.
 func (n *network) Report() backend.NetworkReport {
-	return backend.NetworkReport{Counts: n.Counts(), Mode: n.implementation}
+	r := n.Programmer.Report()
+	r.Mode = n.implementation
+	return r
 }
 
 // Close implements backend.Network. Devices of this process belong to the Host and continue to run

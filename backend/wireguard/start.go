@@ -129,8 +129,8 @@ func currentInstant() discovery.Instant {
 	return discovery.Instant{Wall: time.Now().Round(0), Steady: time.Duration(boot.Nano())}
 }
 
-// Usable implements backend.Checker.
-func (b *Backend) Usable(ctx context.Context) error {
+// usable implements backend.Description.Usable.
+func (b *Backend) usable(ctx context.Context) error {
 	links, err := b.env.Links(ctx, b.Scope().Devices...)
 	if err != nil {
 		return err

@@ -77,6 +77,7 @@ func (b *Backend) Scope() dataplane.Scope {
 func (b *Backend) Describe() backend.Description {
 	d := backend.Description{
 		LeaseType: Type, MTU: b.MTU(), Ports: map[string][]int{}, SameLocation: b.config.SameLocation, CheckPublicEndpoint: b.checkPublicEndpoint,
+		Usable: b.usable,
 	}
 	for _, t := range b.tunnels() {
 		d.Ports[Type] = append(d.Ports[Type], t.port)

@@ -292,11 +292,11 @@ func sidesOf(cfg subnet.Config) (present, next backend.Side, devices []string, e
 		return present, next, nil, err
 	}
 	devices = be.Scope().Devices
-	if both, ok := be.(backend.TwoSided); ok {
-		present, next = both.Sides()
-		return present, next, devices, nil
+	sides := backend.SidesOf(be, cfg.BackendType)
+	if len(sides) > 1 {
+		next = sides[1]
 	}
-	return backend.NewSide(be, cfg.BackendType), next, devices, nil
+	return sides[0], next, devices, nil
 }
 
 // newMigration returns the state of a migration from present to next, according to leases.

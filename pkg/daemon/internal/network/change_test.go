@@ -192,10 +192,9 @@ func TestSteps(t *testing.T) {
 				defer n.stopServing()
 				n.state.Update(func(now *lastknown.State) { now.Config.Stage = tt.stage })
 				n.config.failed.final = tt.fails
-				reclaim := wait.NewSignal()
-				s.reclaim = reclaim
+				s.reclaim = wait.NewSignal()
 				if tt.asks {
-					reclaim.Send()
+					s.reclaim.Send()
 				}
 				published := make(chan struct{})
 				close(published)

@@ -15,13 +15,10 @@ import (
 func (n *Network) newProber(s *session, now lastknown.State, running backend.Network) *paths.Prober {
 	c := paths.Config{
 		Own:      now.Own.Subnets(),
-		Network:  paths.Network{BackendType: now.Config.BackendType, MTU: s.mtu, Devices: len(s.be.Scope().Devices) > 0, Ports: s.be.Describe().AllPorts()},
+		Network:  paths.Network{BackendType: now.Config.BackendType, MTU: s.mtu, Devices: len(s.be.Scope().Devices) > 0, Ports: s.be.Describe().AllPorts(), PathMTU: backend.Report(running).PathMTU},
 		Peers:    func(ctx context.Context) ([]paths.Peer, bool) { return reachable(ctx, s.syncer) },
 		Limit:    n.host.Probes,
 		Answered: n.metrics.Answered,
-	}
-	if s, ok := running.(backend.PathSizer); ok {
-		c.Network.PathMTU = s.PathMTU
 	}
 	c.Changed = func(r paths.Result) {
 		// Kubernetes reports a host that is down, and all other hosts would warn of it.

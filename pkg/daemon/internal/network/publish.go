@@ -132,7 +132,7 @@ func (n *Network) republish(ctx context.Context, s *session) error {
 	if err != nil {
 		return err
 	}
-	if claim.NextType != now.Own.NextType { // only another session can use another next backend; see backend.Reclaimer
+	if claim.NextType != now.Own.NextType { // only another session can use another next backend; see backend.Outcome.Reclaim
 		return fmt.Errorf("the next backend would be %q instead of %q", claim.NextType, now.Own.NextType)
 	}
 	if !reflect.DeepEqual(claim, now.Own.Claim()) {
@@ -142,7 +142,7 @@ func (n *Network) republish(ctx context.Context, s *session) error {
 			return err
 		}
 	}
-	s.publisher.Published(claim)
+	s.syncer.Published(claim)
 	return nil
 }
 

@@ -20,13 +20,12 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// changing is a backend whose data changes while it runs, and also the network of that backend. It
-// records the data that the store has, as Published reports them.
+// changing is a backend whose data changes while it runs. It records the data that the store has, as its network
+// learns them.
 type changing struct {
 	starter
 	data      atomic.Pointer[string]
 	next      string
-	asked     wait.Signal
 	published []string
 }
 
@@ -36,16 +35,11 @@ func (c *changing) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, er
 	return prev, nil
 }
 
-func (c *changing) Republish() <-chan struct{} { return c.asked }
-
-func (c *changing) Published(now subnet.Claim) {
-	c.published = append(c.published, string(now.Endpoints[0].Data))
+func (c *changing) learn(set backend.Set) {
+	if set.Published != nil {
+		c.published = append(c.published, string(set.Published.Endpoints[0].Data))
+	}
 }
-
-var (
-	_ backend.Backend   = (*changing)(nil)
-	_ backend.Publisher = (*changing)(nil)
-)
 
 // recorder is a store that records the data of leases. Acquire fails as often as failures says, and then
 // returns the lease under the given key.
@@ -84,10 +78,10 @@ func TestRepublish(t *testing.T) {
 				defer cancel()
 				n, s, be := publishing(t)
 				n.store = &tt.store
-				be.asked.Send() // with the same data
+				s.republish.Send() // with the same data
 				time.AfterFunc(time.Second, func() {
 					be.data.Store(new("2"))
-					be.asked.Send()
+					s.republish.Send()
 				})
 				next, err := followUplink(ctx, n, s, nil)
 				if next != nil || !errors.Is(err, tt.err) {
@@ -123,7 +117,7 @@ func TestRepublishKeepsTheBackends(t *testing.T) {
 	n.state.Update(func(now *lastknown.State) {
 		now.Own = subnet.Lease{Key: "own", Endpoints: []subnet.Endpoint{{Data: json.RawMessage(`1`)}}}
 	})
-	s.be, s.publisher = be, be
+	s.be = be
 	store := &recorder{key: "own"}
 	n.store = store
 	err := n.republish(t.Context(), s)
@@ -155,7 +149,7 @@ func TestRepublishIsInterrupted(t *testing.T) {
 		defer cancel()
 		n, s, be := publishing(t)
 		be.data.Store(new("2"))
-		be.asked.Send()
+		s.republish.Send()
 		if next, err := followUplink(ctx, n, s, nil); next != nil || err != nil {
 			t.Errorf("the network returned %v, %v", next, err)
 		}
@@ -174,7 +168,7 @@ func TestRepublishGoesOn(t *testing.T) {
 		store := recorder{key: "own", failures: 1}
 		n.store = &store
 		be.data.Store(new("2"))
-		be.asked.Send()
+		s.republish.Send()
 		for range 2 {
 			ctx, cancel := context.WithTimeout(t.Context(), refusedPause/4) // less than the pause after a failure
 			if next, err := followUplink(ctx, n, s, nil); next != nil || err != nil {
@@ -202,7 +196,7 @@ func TestRepublishPause(t *testing.T) {
 		go func() {
 			for i := 2; wait.For(ctx, time.Second) == nil; i++ {
 				be.data.Store(new(strconv.Itoa(i)))
-				be.asked.Send()
+				s.republish.Send()
 			}
 		}()
 		if next, err := followUplink(ctx, n, s, nil); next != nil || err != nil {
@@ -218,7 +212,8 @@ func TestRepublishPause(t *testing.T) {
 // publishing returns a network with a session and its backend. The backend, the session and the state have
 // the data 1.
 func publishing(t *testing.T) (*Network, *session, *changing) {
-	be := &changing{starter: starter{close: func() {}}, asked: wait.NewSignal()}
+	be := &changing{}
+	be.starter = starter{close: func() {}, sync: be.learn}
 	be.data.Store(new("1"))
 	n, s := networkOn(t, be.starter, link(1500, "192.0.2.1"))
 	n.state.Change(func(now *lastknown.State) {
@@ -226,6 +221,6 @@ func publishing(t *testing.T) (*Network, *session, *changing) {
 			{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: json.RawMessage(`1`)},
 		}}
 	})
-	s.be, s.publisher, s.republish = be, be, be.asked
+	s.be = be
 	return n, s, be
 }

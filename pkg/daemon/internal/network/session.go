@@ -34,17 +34,11 @@ func (n *Network) serve(ctx context.Context, be backend.Backend, change func(now
 	ctx, cancel := context.WithCancel(ctx)
 	s := &session{
 		mtu: running.MTU(), be: be, ledger: &subnet.Ledger{}, retirement: n.newRetirement(now.Former, be),
-		compared: make(chan struct{}), rules: wait.NewSignal(), cancel: cancel, done: make(chan struct{}),
+		compared: make(chan struct{}), reclaim: wait.NewSignal(), republish: wait.NewSignal(), rules: wait.NewSignal(),
+		cancel: cancel, done: make(chan struct{}),
 	}
 	s.ledger.Restore(now.Peers, time.Now())
 	s.syncer = n.newSyncer(s, now, running)
-	if c, ok := running.(backend.Reclaimer); ok {
-		s.reclaim = c.Reclaim()
-	}
-	if c, ok := running.(backend.Publisher); ok {
-		s.publisher = c
-		s.republish = c.Republish()
-	}
 	if n.opts.Probe {
 		s.prober = n.newProber(s, now, running)
 	}
@@ -126,8 +120,8 @@ func (n *Network) startNetwork(ctx context.Context, be backend.Backend, change f
 func (n *Network) newSyncer(s *session, now lastknown.State, running backend.Network) *backend.Syncer {
 	compared := sync.OnceFunc(func() { close(s.compared) })
 	config := backend.SyncerConfig{
-		Config: now.Config, Own: now.Own, Network: running, Ledger: s.ledger, Resync: n.opts.Resync,
-		Migrated: s.retirement.migrated, Broadcasts: underlay.Broadcasts,
+		Config: now.Config, Own: now.Own, Network: running, Sides: backend.SidesOf(s.be, now.Config.BackendType),
+		Ledger: s.ledger, Resync: n.opts.Resync, Migrated: s.retirement.migrated, Broadcasts: underlay.Broadcasts,
 		OnSync: func(p backend.Pass) {
 			n.ready.health.Beat()
 			n.metrics.Synced(p.Took, p.Repaired, p.Err)
@@ -142,6 +136,12 @@ func (n *Network) newSyncer(s *session, now lastknown.State, running backend.Net
 				if p.Err == nil {
 					s.retirement.due(p)
 				}
+			}
+			if p.Republish {
+				s.republish.Send()
+			}
+			if p.Reclaim {
+				s.reclaim.Send()
 			}
 
 			switch {
@@ -275,9 +275,8 @@ type session struct {
 	retirement *retirement
 	compared   chan struct{}                      // closed after the first complete pass
 	pause      time.Duration                      // before this host's lease is published; set before attend begins
-	reclaim    <-chan struct{}                    // see backend.Reclaimer; nil never receives
-	publisher  backend.Publisher                  // nil if the backend's network does not implement it
-	republish  <-chan struct{}                    // see backend.Publisher; nil never receives
+	reclaim    wait.Signal                        // sent as backend.Outcome says
+	republish  wait.Signal                        // sent as backend.Outcome says
 	behind     bool                               // the backend has announced new data on republish, and it is not published yet
 	rules      wait.Signal                        // sent when the traffic rules may have to change within the session
 	prober     *paths.Prober                      // nil without --probe

@@ -43,6 +43,7 @@ type starter struct {
 	close func()
 	scope func(backend.Env) dataplane.Scope // nil means an empty scope
 	claim func()                            // called by Claim; may be nil
+	sync  func(backend.Set)                 // called by Sync; may be nil
 }
 
 func (s starter) Scope() dataplane.Scope {
@@ -69,7 +70,10 @@ func (starter) MTU() int { return 1450 }
 
 func (starter) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
-func (starter) Sync(context.Context, backend.Set) (backend.Outcome, error) {
+func (s starter) Sync(_ context.Context, set backend.Set) (backend.Outcome, error) {
+	if s.sync != nil {
+		s.sync(set)
+	}
 	return backend.Outcome{}, nil
 }
 
@@ -126,13 +130,13 @@ func networkOn(t *testing.T, be starter, from underlay.Interface) (*Network, *se
 	now := lastknown.State{Config: subnet.Config{BackendType: "scripted"}, Interface: from}
 	n.state.Change(func(to *lastknown.State) { *to = now })
 	ledger, done := &subnet.Ledger{}, make(chan struct{})
-	syncer := backend.NewSyncer(backend.SyncerConfig{Config: now.Config, Network: be, Ledger: ledger, Resync: o.Resync})
+	syncer := backend.NewSyncer(backend.SyncerConfig{Config: now.Config, Network: be, Sides: backend.SidesOf(be, "scripted"), Ledger: ledger, Resync: o.Resync})
 	ctx, cancel := context.WithCancel(t.Context())
 	go func() {
 		defer close(done)
 		_ = syncer.Run(ctx)
 	}()
-	s := &session{be: be, ledger: ledger, syncer: syncer, cancel: cancel, done: done}
+	s := &session{be: be, ledger: ledger, syncer: syncer, republish: wait.NewSignal(), cancel: cancel, done: done}
 	n.serving.Store(s)
 	return n, s
 }
