@@ -90,7 +90,7 @@ type Syncer struct {
 func NewSyncer(c SyncerConfig) *Syncer {
 	s := &Syncer{
 		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, claimantOf(c.Network, c.Own)), all: true, changed: map[string]struct{}{},
-		kernel: map[string]string{}, log: newSyncLog(c.OnRefused), repairs: newRepairs(),
+		unusable: map[string]string{}, kernel: map[string]string{}, log: newSyncLog(c.OnRefused), repairs: newRepairs(),
 		moving: map[string]struct{}{},
 	}
 	s.loop = loop.New(c.Resync, s.step)
@@ -324,17 +324,37 @@ func (s *Syncer) validate(key string) bool {
 	delete(s.unusable, key)
 	delete(s.moving, key)
 	if l := s.Ledger.Lease(key); l != nil {
-		if s.Migrated {
-			s.noteMoving(l)
-		}
-		used, why := s.check(l)
-		if why != "" {
-			s.unusable[key] = why
-		} else {
-			c = s.backdate(used)
+		if usable := s.examine([]*subnet.Lease{l}); len(usable) > 0 {
+			c = usable[0]
 		}
 	}
 	return s.arbiter.Change(c)
+}
+
+func (s *Syncer) validateAll() {
+	clear(s.unusable)
+	clear(s.moving)
+	s.arbiter.Reset(s.examine(slices.Collect(s.Ledger.Leases())))
+}
+
+// examine returns the usable ones of leases, and records why the others are not.
+func (s *Syncer) examine(leases []*subnet.Lease) (usable []subnet.Claimant) {
+	all := make([]subnet.Claimant, len(leases))
+	why := make([]string, len(leases)) // by index, so that goroutines share nothing
+	parallel.For(len(leases), func(i int) { all[i], why[i] = s.check(leases[i]) })
+
+	usable = all[:0]
+	for i, l := range leases {
+		if s.Migrated {
+			s.noteMoving(l)
+		}
+		if why[i] != "" {
+			s.unusable[l.Key] = why[i]
+		} else {
+			usable = append(usable, s.backdate(all[i]))
+		}
+	}
+	return usable
 }
 
 // backdate sets the times at which the lease of c claimed the identities that it keeps. A host that
@@ -356,35 +376,6 @@ func (s *Syncer) backdate(c subnet.Claimant) subnet.Claimant {
 		c.Less = &subnet.Claimant{Lease: &less, Identities: c.Less.Identities}
 	}
 	return c
-}
-
-func (s *Syncer) validateAll() {
-	n := s.Ledger.Len()
-	all := make([]subnet.Claimant, 0, n)
-	for l := range s.Ledger.Leases() {
-		all = append(all, subnet.Claimant{Lease: l})
-	}
-
-	clear(s.moving)
-	if s.Migrated {
-		for _, c := range all {
-			s.noteMoving(c.Lease)
-		}
-	}
-
-	why := make([]string, n) // by index, so that goroutines share nothing
-	parallel.For(n, func(i int) { all[i], why[i] = s.check(all[i].Lease) })
-
-	s.unusable = map[string]string{}
-	usable := all[:0]
-	for i, c := range all {
-		if why[i] != "" {
-			s.unusable[c.Lease.Key] = why[i]
-		} else {
-			usable = append(usable, s.backdate(c))
-		}
-	}
-	s.arbiter.Reset(usable)
 }
 
 // refusedLeases implements Set.Refused. A lease may occur more than once.
