@@ -87,9 +87,25 @@ func (d Description) AllPorts() (all []int) {
 	return slices.Compact(all)
 }
 
-// SharePort reports whether the kernel lets devices of these two types, as in Description.Ports, listen on one port. It
-// does so for vxlan if their VNIs differ, and both or neither have GBP: see vxlan_find_sock, which compares the flags.
-func SharePort(a, b string) bool { return a == b && strings.HasPrefix(a, "vxlan") }
+// PortClash returns the lowest port, as in Description.Ports, that only one of two backends can have. The kernel lets
+// devices of vxlan listen on one port if their VNIs differ, so that their names do, and both or neither have GBP: see
+// vxlan_find_sock, which compares the flags.
+func PortClash(a, b map[string][]int) (port int, clash bool) {
+	for kind, ports := range a {
+		for other, others := range b {
+			if kind == other && strings.HasPrefix(kind, "vxlan") {
+				continue
+			}
+			for _, p := range ports {
+				if slices.Contains(others, p) && (!clash || p < port) {
+					port = p
+					clash = true
+				}
+			}
+		}
+	}
+	return port, clash
+}
 
 // CheckPublicEndpoint returns an error if e is not zero, and peers of this host cannot send to e by
 // backend b. configured is the type of b in the configuration.

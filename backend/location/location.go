@@ -63,11 +63,8 @@ func New(
 		return nil, nil, err
 	}
 
-	used := b.between.Describe().AllPorts()
-	for _, port := range b.inside.Describe().AllPorts() {
-		if slices.Contains(used, port) {
-			return nil, nil, fmt.Errorf("SameLocation has UDP port %d, which %s also has: want another one", port, env.Config.BackendType)
-		}
+	if port, clash := backend.PortClash(b.between.Describe().Ports, b.inside.Describe().Ports); clash {
+		return nil, nil, fmt.Errorf("SameLocation has UDP port %d, which %s also has: want another one", port, env.Config.BackendType)
 	}
 
 	b.sides.between = backend.NewSide(b.between, env.Config.BackendType)

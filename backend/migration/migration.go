@@ -100,17 +100,8 @@ func (b *Backend) check() error {
 		return fmt.Errorf("Backend and NextBackend are both %s: remove NextBackend", from.side.Type)
 	}
 
-	for kind, ports := range to.be.Describe().Ports {
-		for used, others := range from.be.Describe().Ports {
-			if backend.SharePort(kind, used) { // the devices differ, so the VNIs do
-				continue
-			}
-			for _, port := range ports {
-				if slices.Contains(others, port) {
-					return fmt.Errorf("Backend and NextBackend both have UDP port %d: want another one in NextBackend", port)
-				}
-			}
-		}
+	if port, clash := backend.PortClash(from.be.Describe().Ports, to.be.Describe().Ports); clash {
+		return fmt.Errorf("Backend and NextBackend both have UDP port %d: want another one in NextBackend", port)
 	}
 	return nil
 }

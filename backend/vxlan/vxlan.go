@@ -52,7 +52,7 @@ func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(b.devices()...) }
 // Describe implements backend.Backend.
 func (b *Backend) Describe() backend.Description {
 	kind := Type
-	if b.config.GBP { // see backend.SharePort
+	if b.config.GBP { // see backend.PortClash
 		kind += " with GBP"
 	}
 	packets := []firewall.Payload{{Protocol: firewall.UDP, Port: uint16(b.config.Port)}}

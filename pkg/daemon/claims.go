@@ -3,7 +3,6 @@
 package daemon
 
 import (
-	"cmp"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -16,13 +15,8 @@ import (
 // claims are what one of several networks needs for itself on this host.
 type claims struct {
 	networks []netip.Prefix
-	names    []string // of devices and files, each after its kind
-	ports    []port
-}
-
-type port struct {
-	number  int
-	backend string // its type, as in backend.Description.Ports
+	names    []string         // of devices and files, each after its kind
+	ports    map[string][]int // see backend.Description
 }
 
 // claimsOf returns the claims of a network with this configuration. be is nil if this version does not know
@@ -40,22 +34,21 @@ func claimsOf(cfg subnet.Config, be backend.Backend) claims {
 	for _, path := range d.Files {
 		c.names = append(c.names, "file "+path)
 	}
-	for kind, numbers := range d.Ports {
-		for _, n := range numbers {
-			c.ports = append(c.ports, port{n, kind})
-		}
-	}
-	slices.SortFunc(c.ports, func(a, b port) int { return cmp.Or(cmp.Compare(a.number, b.number), cmp.Compare(a.backend, b.backend)) })
+	c.ports = d.Ports
 	return c
 }
 
 // beyond returns what c claims and none of the others does.
 func (c claims) beyond(others []claims) claims {
-	rest := claims{slices.Clone(c.networks), slices.Clone(c.names), slices.Clone(c.ports)}
+	rest := claims{slices.Clone(c.networks), slices.Clone(c.names), map[string][]int{}}
+	for kind, ports := range c.ports {
+		rest.ports[kind] = slices.DeleteFunc(slices.Clone(ports), func(p int) bool {
+			return slices.ContainsFunc(others, func(o claims) bool { return slices.Contains(o.ports[kind], p) })
+		})
+	}
 
 	for _, o := range others {
 		rest.names = slices.DeleteFunc(rest.names, func(name string) bool { return slices.Contains(o.names, name) })
-		rest.ports = slices.DeleteFunc(rest.ports, func(p port) bool { return slices.Contains(o.ports, p) })
 		rest.networks = slices.DeleteFunc(rest.networks, func(n netip.Prefix) bool {
 			return slices.ContainsFunc(o.networks, func(outer netip.Prefix) bool { return prefix.Contains(outer, n) })
 		})
@@ -79,14 +72,10 @@ func (c claims) clash(other claims) string {
 		}
 	}
 
-	for _, p := range c.ports {
-		for _, o := range other.ports {
-			// Devices with equal VNIs have equal names, which the comparison of devices above finds. Devices of
-			// different families have separate sockets anyway.
-			if p.number == o.number && !backend.SharePort(p.backend, o.backend) {
-				return fmt.Sprintf("both have UDP port %d", p.number)
-			}
-		}
+	// Two devices of vxlan with one VNI have one name, which the comparison of devices above finds. Devices of different
+	// families have separate sockets anyway.
+	if port, clash := backend.PortClash(c.ports, other.ports); clash {
+		return fmt.Sprintf("both have UDP port %d", port)
 	}
 	return ""
 }

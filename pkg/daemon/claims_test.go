@@ -18,7 +18,7 @@ import (
 // network is compared with the other.
 func TestClaims(t *testing.T) {
 	of := func(backend, network, device, file string, number int) claims {
-		c := claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: []port{{number, backend}}}
+		c := claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: map[string][]int{backend: {number}}}
 		if device != "" {
 			c.names = append(c.names, "device "+device)
 		}

@@ -81,7 +81,7 @@ func TestRoster(t *testing.T) {
 // must keep what it has.
 func TestRosterClaim(t *testing.T) {
 	on := func(network string, number int) claims {
-		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: []port{{number, "udp"}}}
+		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: map[string][]int{"udp": {number}}}
 	}
 	was, is := on("10.5.0.0/16", 8285), on("10.6.0.0/16", 8286)
 	for name, tt := range map[string]struct {
@@ -271,7 +271,7 @@ func TestRefusedConfigurationAfterAFailure(t *testing.T) {
 // with the last name must release what it has. After that all must get what they want.
 func TestRosterKnot(t *testing.T) {
 	on := func(network string, number int) claims {
-		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: []port{{number, "udp"}}, names: []string{fmt.Sprint("device flannel-", number)}}
+		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, ports: map[string][]int{"udp": {number}}, names: []string{fmt.Sprint("device flannel-", number)}}
 	}
 	type change struct{ from, to claims }
 	a, b, c := on("10.1.0.0/16", 1), on("10.2.0.0/16", 2), on("10.3.0.0/16", 3)
