@@ -67,11 +67,4 @@ func (r *readiness) reportStore(err error) {
 }
 
 // wasReady reports whether the network has been ready at some time.
-func (r *readiness) wasReady() bool {
-	select {
-	case <-r.up:
-		return true
-	default:
-		return false
-	}
-}
+func (r *readiness) wasReady() bool { return isClosed(r.up) }

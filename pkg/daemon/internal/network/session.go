@@ -297,9 +297,11 @@ func (s *session) phase(now lastknown.State) Phase {
 }
 
 // hasEnded reports whether the session has ended.
-func (s *session) hasEnded() bool {
+func (s *session) hasEnded() bool { return isClosed(s.done) }
+
+func isClosed(c <-chan struct{}) bool {
 	select {
-	case <-s.done:
+	case <-c:
 		return true
 	default:
 		return false
