@@ -229,6 +229,8 @@ type Network interface {
 	// equal set. The Outcome contains the peers that cannot be served. If there is no error, all
 	// other peers are served.
 	Sync(ctx context.Context, peers Set) (Outcome, error)
+	// Report returns the state between two calls of Sync.
+	Report() NetworkReport
 	// Changed returns a channel that receives when the kernel may have drifted, or nil if
 	// the network cannot find out.
 	Changed() <-chan struct{}

@@ -179,7 +179,7 @@ func (n *cloudNetwork) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	return o, oneline.Join(failed, err)
 }
 
-// Report implements Inspector.
+// Report implements Network.
 func (n *cloudNetwork) Report() NetworkReport {
 	r := n.Programmer.Report()
 	routes := n.CloudRoutes()

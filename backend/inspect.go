@@ -14,16 +14,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Inspector is a Network that can report more than the result of its passes. Its methods are called
-// from the goroutine that calls Sync.
-type Inspector interface {
-	Report() NetworkReport
-	// Objects returns the objects that the kernel should have for the peer with the lease key. It
-	// returns nil if there are none.
-	Objects(key string) []ObjectReport
-}
-
-// NetworkReport is the state of a network.
+// NetworkReport is the state of a network. A network that consists of others copies the report of one of them, so that
+// it loses nothing that it does not know.
 type NetworkReport struct {
 	Counts  map[string]dataplane.Count // numbers of wanted and existing objects, by kind
 	Mode    string                     // data path in use, with the name that the configuration uses; empty if there is only one
@@ -39,38 +31,19 @@ type NetworkReport struct {
 	// PathMTU returns the size in bytes of the largest packet that passes to a subnet of a peer. It returns 0 if that is
 	// the MTU of the device, or unknown. It may be called at any time. It is nil if no path is narrower than the device.
 	PathMTU func(netip.Prefix) int
-}
-
-// Report returns the state of n, or the zero NetworkReport if n is not an Inspector.
-func Report(n Network) NetworkReport {
-	if i, ok := n.(Inspector); ok {
-		return i.Report()
-	}
-	return NetworkReport{}
-}
-
-// Objects returns the objects of n for a peer, or nil if n is not an Inspector.
-func Objects(n Network, key string) []ObjectReport {
-	if i, ok := n.(Inspector); ok {
-		return i.Objects(key)
-	}
-	return nil
-}
-
-// ObjectReport is an object that the kernel should have, and whether it has it.
-type ObjectReport struct {
-	Object  string // in the form of ip(8)
-	Present bool
+	// Objects returns the objects that the kernel should have for the peer with the lease key. It is called from the
+	// goroutine that calls Sync, before the next call. It is nil if the network knows none.
+	Objects func(key string) []status.Object
 }
 
 // PeerReport describes how the lease of another node is served.
 type PeerReport struct {
 	Lease    subnet.Lease
-	Refused  string         // the reason why the lease is not served, or not in all families; empty if it is served in all
-	Reserved bool           // the lease only reserves a subnet, and is neither served nor refused
-	Held     bool           // the store has lost the lease without removing it
-	Changed  time.Time      // when the lease last changed
-	Objects  []ObjectReport // nil if not requested, or if the network is not an Inspector
+	Refused  string          // the reason why the lease is not served, or not in all families; empty if it is served in all
+	Reserved bool            // the lease only reserves a subnet, and is neither served nor refused
+	Held     bool            // the store has lost the lease without removing it
+	Changed  time.Time       // when the lease last changed
+	Objects  []status.Object // nil if not requested
 	// PathMTUs contains the sizes in bytes of the largest packets to those subnets of the peer whose path
 	// is narrower than the device. It is nil if there are none.
 	PathMTUs map[netip.Prefix]int
@@ -97,14 +70,14 @@ func (s *Syncer) Inspect(ctx context.Context, objects bool) (in Inspection, err 
 func (s *Syncer) inspect(objects bool) Inspection {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	in := Inspection{NetworkReport: Report(s.Network), LastSync: s.lastSync, Err: s.err, Shared: s.arbiter.Shared()}
+	in := Inspection{NetworkReport: s.Network.Report(), LastSync: s.lastSync, Err: s.err, Shared: s.arbiter.Shared()}
 	for l := range s.Ledger.Leases() {
 		p := PeerReport{
 			Lease: *l, Refused: s.log.refused[l.Key], Reserved: s.unusable[l.Key] == reserved,
 			Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key),
 		}
-		if objects {
-			p.Objects = Objects(s.Network, l.Key)
+		if objects && in.Objects != nil {
+			p.Objects = in.Objects(l.Key)
 		}
 		if s.choice != nil {
 			p.Choice = s.choice(l.Key)

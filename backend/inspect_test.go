@@ -18,6 +18,7 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -146,7 +147,7 @@ func TestProgrammerReportsObjects(t *testing.T) {
 	if _, err := p.Sync(t.Context(), backend.Set{Leases: map[string]*subnet.Lease{"host2": &peer}, All: true, Complete: true}); err != nil {
 		t.Fatal(err)
 	}
-	want := []backend.ObjectReport{{Object: "neighbour 10.5.2.0 lladdr 02:09:00:00:00:00 dev flannel.1", Present: true}}
+	want := []status.Object{{Text: "neighbour 10.5.2.0 lladdr 02:09:00:00:00:00 dev flannel.1", Present: true}}
 	if diff := cmp.Diff(want, p.Objects("host2")); diff != "" {
 		t.Errorf("objects (-want +got):\n%s", diff)
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/probe/pathmtu"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -263,9 +264,9 @@ func (p *Programmer) reroute(rerouted bool) (again time.Duration) {
 	return again
 }
 
-// Report implements Inspector.
+// Report implements Network.
 func (p *Programmer) Report() NetworkReport {
-	return NetworkReport{Counts: p.Counts(), PathMTU: p.PathMTU}
+	return NetworkReport{Counts: p.Counts(), PathMTU: p.PathMTU, Objects: p.Objects}
 }
 
 // Counts returns for each kind of object how many are wanted, by all parts of the whole, and how many of
@@ -281,13 +282,13 @@ func (p *Programmer) Has(o dataplane.Object) bool {
 // Wanted returns the objects for the peer with the lease key.
 func (p *Programmer) Wanted(key string) []dataplane.Object { return p.objects[key] }
 
-// Objects implements Inspector.
-func (p *Programmer) Objects(key string) []ObjectReport {
-	var hs []ObjectReport
+// Objects implements NetworkReport.Objects.
+func (p *Programmer) Objects(key string) []status.Object {
+	var all []status.Object
 	for _, o := range p.objects[key] {
-		hs = append(hs, ObjectReport{Object: o.String(), Present: p.Has(o)})
+		all = append(all, status.Object{Text: o.String(), Present: p.Has(o)})
 	}
-	return hs
+	return all
 }
 
 func (p *Programmer) desired(ctx context.Context, key string, peers Set) (objects []dataplane.Object, err error) {

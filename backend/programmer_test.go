@@ -271,6 +271,8 @@ type programmed struct {
 	*backend.Programmer
 }
 
+func (p programmed) Report() backend.NetworkReport { return p.Programmer.Report() }
+
 func (p programmed) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	return p.Programmer.Sync(ctx, peers)
 }

@@ -83,6 +83,8 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 	return ids, nil
 }
 
+func (*network) Report() backend.NetworkReport { return backend.NetworkReport{} }
+
 func (n *network) Sync(_ context.Context, peers backend.Set) (backend.Outcome, error) {
 	s := strings.Join(slices.Sorted(maps.Keys(peers.Leases)), " ")
 	if peers.Complete {

@@ -88,6 +88,9 @@ type job struct {
 // MTU implements backend.Network.
 func (n *network) MTU() int { return n.env.Underlay.MTU }
 
+// Report implements backend.Network.
+func (*network) Report() backend.NetworkReport { return backend.NetworkReport{} }
+
 // Close implements backend.Network. It waits for commands that run. The caller must first end
 // the context of Sync, which kills these commands.
 func (n *network) Close() error {

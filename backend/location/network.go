@@ -208,7 +208,7 @@ func (n *network) choice(key string) backend.Choice {
 	return backend.Choice{Backend: n.sides.between.Type, Waiting: cmp.Or(why, n.failed[key])}
 }
 
-// Report implements backend.Inspector. Mode and drops are those of the backend between locations.
+// Report implements backend.Network. Mode and drops are those of the backend between locations.
 func (n *network) Report() backend.NetworkReport {
 	ways := &status.Location{Name: n.env.Location, Inside: n.sides.inside.Type, Between: n.sides.between.Type}
 	for key := range n.peers {
@@ -219,18 +219,21 @@ func (n *network) Report() backend.NetworkReport {
 		}
 	}
 
-	r := backend.Report(n.running.between)
+	r := n.running.between.Report()
 	r.Location = ways
-	return r
-}
-
-// Objects implements backend.Inspector.
-func (n *network) Objects(key string) []backend.ObjectReport {
-	all := backend.Objects(n.running.between, key)
-	if n.isInside(key) {
-		all = append(all, backend.Objects(n.running.inside, key)...)
+	if n.running.inside == nil {
+		return r
 	}
-	return all
+
+	between := r.Objects
+	inside := n.running.inside.Report().Objects
+	r.Objects = func(key string) []status.Object {
+		if n.isInside(key) {
+			return slices.Concat(between(key), inside(key))
+		}
+		return between(key)
+	}
+	return r
 }
 
 // Close implements backend.Network.

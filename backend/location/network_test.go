@@ -387,9 +387,9 @@ func TestUnreachableInside(t *testing.T) {
 	if r := b.net.Report().Location; r.ByInside != 1 || r.ByBetween != 1 {
 		t.Errorf("report %+v", *r)
 	}
-	for _, o := range b.net.Objects("host3") {
+	for _, o := range b.net.Report().Objects("host3") {
 		if !o.Present {
-			t.Errorf("%s counts as missing", o.Object)
+			t.Errorf("%s counts as missing", o.Text)
 		}
 	}
 }

@@ -22,6 +22,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/rpfilter"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -543,15 +544,21 @@ func (n *network) choice(key string) backend.Choice {
 	return backend.Choice{Backend: n.parts[p.side].side.Type, Waiting: n.waiting(key)}
 }
 
-// Report implements backend.Inspector. Mode is that of the present backend, and Dropped has the sums of both.
+// Report implements backend.Network. Mode is that of the present backend, and Dropped has the sums of both.
 // At most one of the two has locations.
 func (n *network) Report() backend.NetworkReport {
-	r := backend.Report(n.running[present])
-	other := backend.Report(n.running[next])
+	r := n.running[present].Report()
 	r.NotStarted = n.notStarted
-	r.NextMode = other.Mode
 	r.PathMTU = n.PathMTU
+	if n.running[next] == nil {
+		return r
+	}
+
+	other := n.running[next].Report()
+	r.NextMode = other.Mode
 	r.Location = cmp.Or(r.Location, other.Location)
+	byPresent := r.Objects
+	r.Objects = func(key string) []status.Object { return slices.Concat(byPresent(key), other.Objects(key)) }
 	if r.Dropped == nil {
 		r.Dropped = other.Dropped
 		return r
@@ -562,11 +569,6 @@ func (n *network) Report() backend.NetworkReport {
 		r.Dropped[reason] += count
 	}
 	return r
-}
-
-// Objects implements backend.Inspector.
-func (n *network) Objects(key string) []backend.ObjectReport {
-	return slices.Concat(backend.Objects(n.running[present], key), backend.Objects(n.running[next], key))
 }
 
 // Close implements backend.Network.

@@ -569,8 +569,7 @@ type reporter struct {
 	report backend.NetworkReport
 }
 
-func (r reporter) Report() backend.NetworkReport       { return r.report }
-func (reporter) Objects(string) []backend.ObjectReport { return nil }
+func (r reporter) Report() backend.NetworkReport { return r.report }
 
 // TestModes checks that the report has the mode of each backend.
 func TestModes(t *testing.T) {

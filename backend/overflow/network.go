@@ -222,7 +222,7 @@ func (n *network) choice(key string) backend.Choice {
 	return backend.Choice{Backend: n.cloud.Type}
 }
 
-// Report implements backend.Inspector.
+// Report implements backend.Network.
 func (n *network) Report() backend.NetworkReport {
 	ways := status.Overflow{Tunnel: n.side.Type}
 	if n.compared {
@@ -239,14 +239,11 @@ func (n *network) Report() backend.NetworkReport {
 	}
 
 	routes := n.CloudRoutes()
-	r := backend.Report(n.tunnel)
+	r := n.tunnel.Report()
 	r.Cloud = &routes
 	r.Overflow = &ways
 	return r
 }
-
-// Objects implements backend.Inspector.
-func (n *network) Objects(key string) []backend.ObjectReport { return backend.Objects(n.tunnel, key) }
 
 // Close implements backend.Network.
 func (n *network) Close() error {

@@ -13,6 +13,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/tunnel"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -48,7 +49,7 @@ type network struct {
 	*Backend
 	*backend.Programmer
 	own     subnet.Lease
-	leases  map[string]*subnet.Lease // those of the last Sync, for Objects
+	leases  map[string]*subnet.Lease // those of the last Sync, for objects
 	tunnel  *tunnel.Tunnel           // belongs to the Host
 	started bool                     // this network has started the tunnel, and is notified of its end
 }
@@ -137,26 +138,27 @@ func (n *network) reopen(ctx context.Context) error {
 	return n.openTunnel(ctx)
 }
 
-// Objects implements backend.Inspector.
-func (n *network) Objects(key string) []backend.ObjectReport {
+// objects implements backend.NetworkReport.Objects.
+func (n *network) objects(key string) []status.Object {
 	l := n.leases[key]
 	if l == nil {
 		return nil
 	}
 
-	var all []backend.ObjectReport
+	var all []status.Object
 	for _, e := range l.Endpoints {
-		all = append(all, backend.ObjectReport{
-			Object:  fmt.Sprintf("%s in datagrams to %s port %d", e.Subnet, e.PublicIP, n.config.Port),
+		all = append(all, status.Object{
+			Text:    fmt.Sprintf("%s in datagrams to %s port %d", e.Subnet, e.PublicIP, n.config.Port),
 			Present: n.tunnel != nil && n.tunnel.Table.Peers()[e.Subnet] == e.PublicIP,
 		})
 	}
 	return all
 }
 
-// Report implements backend.Inspector.
+// Report implements backend.Network.
 func (n *network) Report() backend.NetworkReport {
 	r := n.Programmer.Report()
+	r.Objects = n.objects
 	r.Mode = modeUserspace
 	r.Dropped = n.host.counters.Dropped()
 	return r

@@ -17,6 +17,7 @@ import (
 	"github.com/flanneld/flanneld/backend/wireguard/internal/discovery"
 	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -284,20 +285,20 @@ func countRepairs(c wgtypes.Config, d diff) (count int) {
 	return count
 }
 
-// Objects implements backend.Inspector. It reports what was written, and does not read the devices.
-func (n *network) Objects(key string) []backend.ObjectReport {
-	var hs []backend.ObjectReport
+// objects implements backend.NetworkReport.Objects. It reports what was written, and does not read the devices.
+func (n *network) objects(key string) (all []status.Object) {
 	for _, d := range n.devices {
 		if p, ok := d.peers[key]; ok {
-			hs = append(hs, backend.ObjectReport{Object: p.String() + " dev " + d.name, Present: true})
+			all = append(all, status.Object{Text: p.String() + " dev " + d.name, Present: true})
 		}
 	}
-	return hs
+	return all
 }
 
-// Report implements backend.Inspector. WireGuard does not count drops.
+// Report implements backend.Network. WireGuard does not count drops.
 func (n *network) Report() backend.NetworkReport {
 	r := n.Programmer.Report()
+	r.Objects = n.objects
 	r.Mode = n.implementation
 	return r
 }

@@ -15,7 +15,7 @@ import (
 func (n *Network) newProber(s *session, now lastknown.State, running backend.Network) *paths.Prober {
 	c := paths.Config{
 		Own:      now.Own.Subnets(),
-		Network:  paths.Network{BackendType: now.Config.BackendType, MTU: s.mtu, Devices: len(s.be.Scope().Devices) > 0, Ports: s.be.Describe().AllPorts(), PathMTU: backend.Report(running).PathMTU},
+		Network:  paths.Network{BackendType: now.Config.BackendType, MTU: s.mtu, Devices: len(s.be.Scope().Devices) > 0, Ports: s.be.Describe().AllPorts(), PathMTU: running.Report().PathMTU},
 		Peers:    func(ctx context.Context) ([]paths.Peer, bool) { return reachable(ctx, s.syncer) },
 		Limit:    n.host.Probes,
 		Answered: n.metrics.Answered,

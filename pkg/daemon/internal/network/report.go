@@ -8,6 +8,7 @@ import (
 	"maps"
 	"math"
 	"net/netip"
+	"slices"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
@@ -247,14 +248,10 @@ func statusLease(l subnet.Lease) status.Lease {
 func statusPeer(p backend.PeerReport) status.Peer {
 	peer := status.Peer{
 		Lease: statusLease(p.Lease), State: status.InPlace, Error: p.Refused, Changed: p.Changed,
-		Backend: p.Choice.Backend, Waiting: p.Choice.Waiting, PathMTU: p.PathMTUs,
+		Backend: p.Choice.Backend, Waiting: p.Choice.Waiting, PathMTU: p.PathMTUs, Objects: p.Objects,
 	}
-
-	for _, h := range p.Objects {
-		peer.Objects = append(peer.Objects, status.Object{Text: h.Object, Present: h.Present})
-		if !h.Present {
-			peer.State = status.Missing
-		}
+	if slices.ContainsFunc(p.Objects, func(o status.Object) bool { return !o.Present }) {
+		peer.State = status.Missing
 	}
 
 	switch {

@@ -131,6 +131,9 @@ func (unconnected) Sync(context.Context, backend.Set) (backend.Outcome, error) {
 	return backend.Outcome{}, nil
 }
 
+// Report implements backend.Network.
+func (unconnected) Report() backend.NetworkReport { return backend.NetworkReport{} }
+
 // Changed implements backend.Network.
 func (unconnected) Changed() <-chan struct{} { return nil }
 

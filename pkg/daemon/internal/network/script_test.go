@@ -526,6 +526,8 @@ func (n *scriptedNetwork) Sync(_ context.Context, set backend.Set) (backend.Outc
 	return backend.Outcome{}, nil
 }
 
+func (*scriptedNetwork) Report() backend.NetworkReport { return backend.NetworkReport{} }
+
 func (*scriptedNetwork) Changed() <-chan struct{} { return nil }
 
 func (n *scriptedNetwork) Close() error {

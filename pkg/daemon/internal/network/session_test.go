@@ -77,6 +77,8 @@ func (s starter) Sync(_ context.Context, set backend.Set) (backend.Outcome, erro
 	return backend.Outcome{}, nil
 }
 
+func (starter) Report() backend.NetworkReport { return backend.NetworkReport{} }
+
 func (starter) Changed() <-chan struct{} { return nil }
 
 func (s starter) Close() error {
