@@ -218,9 +218,6 @@ type Backend interface {
 // Network is a started backend. Check and Changed may be called while another method runs. All
 // other methods are called one at a time.
 type Network interface {
-	// MTU returns the size in bytes of the largest packets that pods may send, for all enabled
-	// families. The path to a peer may be narrower: see NetworkReport.PathMTU.
-	MTU() int
 	// Check returns an error if a lease's backend data is unusable. Otherwise it returns
 	// the identities that the lease claims and that no other lease may have, such as VTEP
 	// MACs or public keys. It is pure, and safe for concurrent use.

@@ -78,7 +78,7 @@ func (c KeyedCloud) Keys() access.Keys {
 }
 
 // Describe implements Backend. Leases have no type.
-func (b *CloudBackend) Describe() Description { return Description{MTU: b.MTU()} }
+func (b *CloudBackend) Describe() Description { return Description{MTU: b.Env.Underlay.MTU} }
 
 // Scope implements Backend.
 func (b *CloudBackend) Scope() dataplane.Scope { return b.Env.Scope() }
@@ -153,9 +153,6 @@ type cloudNetwork struct {
 	*Programmer
 	*RouteKeeper
 }
-
-// MTU implements Network for cloudNetwork, which embeds CloudBackend.
-func (b *CloudBackend) MTU() int { return b.Env.Underlay.MTU }
 
 // Check implements Network. Leases contain no backend data.
 func (*cloudNetwork) Check(subnet.Lease) ([]string, error) { return nil, nil }

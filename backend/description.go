@@ -19,7 +19,9 @@ import (
 // Description is what a backend tells about itself before it starts, besides its Scope.
 type Description struct {
 	LeaseType string // type in leases, which may differ from the one in the configuration
-	MTU       int    // result of Network.MTU; zero if it is not known
+	// MTU is the size in bytes of the largest packets that pods may send, for all enabled families. The path to a peer
+	// may be narrower: see NetworkReport.PathMTU.
+	MTU int
 	// Ports contains the UDP ports of this host that peers send to, by the type of the backend that receives the packets.
 	Ports map[string][]int
 	// Tunnels contains the packets in which hosts carry the network's packets between addresses of a family, and which

@@ -59,11 +59,9 @@ type Entry struct {
 	// ProbesMTU is set if Backend.MTU may be "probe". The network must then have a device and a
 	// Programmer.
 	ProbesMTU bool
-	// Overflows is set if the backend may be the tunnel of a cloud. Its MTU must then be known before
-	// the start.
+	// Overflows is set if the backend may be the tunnel of a cloud.
 	Overflows bool
-	// Inside is set if the backend may be the one inside of a location. Its MTU must then be known
-	// before the start.
+	// Inside is set if the backend may be the one inside of a location.
 	Inside bool
 	// OneThread is set if one thread of Go code is sufficient once the start is over, because the
 	// process does not carry packets itself or does it best with one thread.

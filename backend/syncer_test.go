@@ -64,7 +64,6 @@ func (n *network) syncs() []string {
 	return slices.Clone(n.sets)
 }
 
-func (*network) MTU() int                 { return 1450 }
 func (*network) Changed() <-chan struct{} { return nil }
 func (*network) Close() error             { return nil }
 

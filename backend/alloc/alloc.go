@@ -32,7 +32,7 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 
 // Describe implements backend.Backend. Leases have no type.
-func (*Backend) Describe() backend.Description { return backend.Description{} }
+func (b *Backend) Describe() backend.Description { return backend.Description{MTU: b.env.Underlay.MTU} }
 
 // Claim implements backend.Backend.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
@@ -54,9 +54,6 @@ type network struct {
 	*Backend
 	*backend.Programmer
 }
-
-// MTU implements backend.Network.
-func (n *network) MTU() int { return n.env.Underlay.MTU }
 
 // Check implements backend.Network.
 func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }

@@ -15,8 +15,6 @@ import (
 // MTU describes how the MTU of a network depends on the MTU of the link between hosts.
 type MTU struct {
 	New backend.Factory
-	// Of returns the MTU of the networks that a backend starts.
-	Of func(backend.Backend) int
 	// Overhead is the number of bytes that the tunnel adds to a packet of a family.
 	Overhead map[prefix.Family]int
 	// Key is set if the Backend object may have the key MTU, which replaces a larger MTU of the link.
@@ -62,8 +60,8 @@ func (m MTU) Run(t *testing.T) {
 				t.Errorf("%s: error %v, want one that says how many bytes are left and needed", name, err)
 			case tc.fits != 0 && err != nil:
 				t.Errorf("%s: error %v, want none", name, err)
-			case tc.fits != 0 && m.Of(b) != tc.fits-overhead:
-				t.Errorf("%s: MTU %d, want %d", name, m.Of(b), tc.fits-overhead)
+			case tc.fits != 0 && b.Describe().MTU != tc.fits-overhead:
+				t.Errorf("%s: MTU %d, want %d", name, b.Describe().MTU, tc.fits-overhead)
 			}
 		}
 	}

@@ -224,7 +224,7 @@ func TestVariablesOfCommands(t *testing.T) {
 		}
 		n.sync(peer(2, "two"), peer(3, ""))
 		n.expect("add 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.3.0/24 192.0.2.3 [ ] []")
-		if mtu := n.net.MTU(); mtu != 1500 {
+		if mtu := n.net.(*network).Describe().MTU; mtu != 1500 {
 			t.Errorf("MTU is %d", mtu)
 		}
 	})

@@ -12,7 +12,7 @@ import (
 
 // Describe implements backend.Backend.
 func (b *Backend) Describe() backend.Description {
-	return backend.Description{LeaseType: Type, Leftovers: b.host.Leftovers()}
+	return backend.Description{LeaseType: Type, MTU: b.env.Underlay.MTU, Leftovers: b.host.Leftovers()}
 }
 
 // Leftovers returns what commands have done on this host, as one leftover.

@@ -85,9 +85,6 @@ type job struct {
 	again bool
 }
 
-// MTU implements backend.Network.
-func (n *network) MTU() int { return n.env.Underlay.MTU }
-
 // Report implements backend.Network.
 func (*network) Report() backend.NetworkReport { return backend.NetworkReport{} }
 

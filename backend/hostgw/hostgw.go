@@ -46,7 +46,7 @@ func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 
 // Describe implements backend.Backend.
 func (b *Backend) Describe() backend.Description {
-	return backend.Description{LeaseType: Type, MTU: b.MTU()}
+	return backend.Description{LeaseType: Type, MTU: b.env.Underlay.MTU}
 }
 
 // Claim implements backend.Backend.
@@ -70,9 +70,6 @@ type network struct {
 	*Backend
 	*backend.Programmer
 }
-
-// MTU implements backend.Network for network, which embeds Backend.
-func (b *Backend) MTU() int { return b.env.Underlay.MTU }
 
 // Check implements backend.Network. Leases contain no backend data.
 func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }

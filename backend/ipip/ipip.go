@@ -78,7 +78,7 @@ func (b *Backend) Scope() dataplane.Scope {
 
 // Describe implements backend.Backend.
 func (b *Backend) Describe() backend.Description {
-	d := backend.Description{LeaseType: Type, MTU: b.MTU(), Tunnels: map[prefix.Family][]firewall.Payload{}, Usable: b.usable}
+	d := backend.Description{LeaseType: Type, MTU: b.mtu(), Tunnels: map[prefix.Family][]firewall.Payload{}, Usable: b.usable}
 	for f, k := range kinds {
 		d.Tunnels[f] = []firewall.Payload{{Protocol: k.protocol}}
 	}
@@ -163,8 +163,7 @@ type network struct {
 	*backend.Programmer
 }
 
-// MTU implements backend.Network for network, which embeds Backend.
-func (b *Backend) MTU() int {
+func (b *Backend) mtu() int {
 	mtu := b.env.Underlay.MTU
 	for _, net := range b.env.Config.Networks {
 		mtu = min(mtu, b.env.Underlay.MTU-kinds[net.Family()].overhead)

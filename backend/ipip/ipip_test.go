@@ -53,7 +53,7 @@ func TestNew(t *testing.T) {
 
 func TestMTU(t *testing.T) {
 	backendtest.MTU{
-		New: New, Of: func(b backend.Backend) int { return (&network{Backend: b.(*Backend)}).MTU() },
+		New:      New,
 		Overhead: map[prefix.Family]int{prefix.IPv4: 20, prefix.IPv6: 40},
 	}.Run(t)
 }

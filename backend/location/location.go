@@ -88,7 +88,8 @@ func (b *Backend) Scope() dataplane.Scope {
 	return s
 }
 
-// Describe implements backend.Backend.
+// Describe implements backend.Backend. The MTU is the smaller one of the two backends, because any peer may change its
+// location.
 func (b *Backend) Describe() backend.Description {
 	d := b.between.Describe().Join(b.inside.Describe())
 	d.Inside = []string{b.sides.inside.Type}
@@ -103,10 +104,6 @@ func (b *Backend) usable(ctx context.Context) error {
 	}
 	return backend.Usable(ctx, b.inside)
 }
-
-// MTU implements backend.Network for network, which embeds Backend. The result is the smaller MTU of the
-// two backends, because any peer may change its location.
-func (b *Backend) MTU() int { return b.Describe().MTU }
 
 // Claim implements backend.Backend. A host without a location publishes no data for the backend
 // inside.

@@ -32,10 +32,8 @@ const device = "flannel-wg"
 func (e *encrypted) Scope() dataplane.Scope { return e.env.Scope(device) }
 
 func (e *encrypted) Describe() backend.Description {
-	return backend.Description{LeaseType: "wireguard", MTU: e.MTU()}
+	return backend.Description{LeaseType: "wireguard", MTU: 1440}
 }
-
-func (e *encrypted) MTU() int { return 1440 }
 
 func (e *encrypted) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	c := e.env.Claim("wireguard", prev)
@@ -242,7 +240,7 @@ func TestChoice(t *testing.T) {
 			if r := b.net.Report().Location; *r != (status.Location{Name: "east", Inside: kind, Between: "wireguard", ByInside: 1, ByBetween: 6}) {
 				t.Errorf("report %+v", *r)
 			}
-			if mtu := b.net.MTU(); mtu != 1440 {
+			if mtu := b.net.Describe().MTU; mtu != 1440 {
 				t.Errorf("MTU %d, want the smaller one", mtu)
 			}
 

@@ -82,7 +82,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		return nil, oneline.Join(fmt.Errorf("read kernel state: %w", err), kernel.Close())
 	}
 	n := &network{
-		Backend: b, Programmer: kernel, own: own, before: bestRoutes(before),
+		Backend: b, Programmer: kernel, own: own, mtu: b.Describe().MTU, before: bestRoutes(before),
 		peers: map[string]*peer{}, leases: [sides]map[string]*subnet.Lease{{}, {}},
 		again: wait.Backoff{Least: leastPause, Most: mostPause},
 	}
@@ -92,7 +92,6 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if n.running[present], err = b.startPresent(ctx, own); err != nil {
 		return nil, oneline.Join(err, n.Close())
 	}
-	n.mtu = least.Of(n.running[present].MTU(), b.parts[next].be.Describe().MTU)
 	n.startNext(ctx)
 	n.prober = newProber(n.Notify)
 	n.Go(n.prober.run)
@@ -161,10 +160,6 @@ func (n *network) attempt(ctx context.Context, own subnet.Lease) (backend.Networ
 	n.NewPart(ctx, next) // forgets the objects of the attempt
 	return be.Start(ctx, own)
 }
-
-// MTU implements backend.Network. Both backends can carry packets of that size, even if the next
-// one does not run yet.
-func (n *network) MTU() int { return n.mtu }
 
 // split returns l as each backend uses it, and nil for a backend that cannot use it.
 func (n *network) split(l *subnet.Lease) (leases [sides]*subnet.Lease) {

@@ -489,7 +489,7 @@ func TestNextBackendDoesNotStart(t *testing.T) {
 	_ = n.running[next].Close()
 	n.running[next], n.notStarted = nil, errNoData
 	n.NewPart(t.Context(), next)
-	if mtu := n.MTU(); mtu != 1450 { // the daemon writes the MTU to the subnet file only once
+	if mtu := n.Describe().MTU; mtu != 1450 { // the daemon writes the MTU to the subnet file only once
 		t.Errorf("MTU %d, want that of the next backend", mtu)
 	}
 	leases := map[string]*subnet.Lease{"host2": lease(2, "host-gw", nil, "vxlan", dataOf(2, 1)), "host3": lease(3, "vxlan", dataOf(3, 1), "", nil)}

@@ -192,7 +192,7 @@ func TestChoice(t *testing.T) {
 	b.leases["host6"] = lease(t, 6, inside)
 	b.leases["host6"].Endpoints[0].Data = nil // as a host with flannel publishes
 	b.start(subnet.Claim{})
-	if mtu := b.net.MTU(); mtu != 1450 {
+	if mtu := b.net.Describe().MTU; mtu != 1450 {
 		t.Errorf("MTU %d, want that of the tunnel", mtu)
 	}
 	b.expectClaim("a new host", inside.without())

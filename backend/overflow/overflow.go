@@ -45,14 +45,11 @@ func New(c *backend.CloudBackend, tunnel backend.Backend) backend.Backend {
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope { return b.tunnel.Scope() }
 
-// Describe implements backend.Backend.
+// Describe implements backend.Backend. The MTU is at most the one of the tunnel, because any peer may come to need the
+// tunnel.
 func (b *Backend) Describe() backend.Description {
 	return b.cloud.Describe().Join(b.tunnel.Describe())
 }
-
-// MTU implements backend.Network for network, which embeds Backend. The result is at most the MTU of the
-// tunnel, because any peer may come to need the tunnel.
-func (b *Backend) MTU() int { return b.Describe().MTU }
 
 // Claim implements backend.Backend. It makes no call of the cloud, because a host that cannot use
 // the cloud uses the tunnel. A host that already had a lease publishes the same data about its

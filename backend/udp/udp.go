@@ -56,7 +56,7 @@ func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(b.device()) }
 func (b *Backend) Describe() backend.Description {
 	packets := []firewall.Payload{{Protocol: firewall.UDP, Port: uint16(b.config.Port)}}
 	return backend.Description{
-		MTU: b.MTU(), Ports: map[string][]int{Type: {b.config.Port}},
+		MTU: mtu(b.env), Ports: map[string][]int{Type: {b.config.Port}},
 		Tunnels: map[prefix.Family][]firewall.Payload{prefix.IPv4: packets, prefix.IPv6: packets},
 		Usable:  func(context.Context) error { return tunnel.Usable() },
 	}
@@ -66,9 +66,6 @@ func (b *Backend) Describe() backend.Description {
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	return b.env.Claim("", prev), nil
 }
-
-// MTU implements backend.Network.
-func (b *Backend) MTU() int { return mtu(b.env) }
 
 // Check implements backend.Network. A lease with backend data belongs to another
 // backend. A lease without data may also belong to another backend: the leases of alloc look

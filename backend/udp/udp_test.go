@@ -63,7 +63,7 @@ func TestConfig(t *testing.T) {
 
 func TestMTU(t *testing.T) {
 	backendtest.MTU{
-		New: NewHost(Settings{}).New, Of: func(b backend.Backend) int { return b.(*Backend).MTU() },
+		New:      NewHost(Settings{}).New,
 		Overhead: map[prefix.Family]int{prefix.IPv4: 28, prefix.IPv6: 48},
 	}.Run(t)
 }

@@ -57,7 +57,7 @@ func (b *Backend) Describe() backend.Description {
 	}
 	packets := []firewall.Payload{{Protocol: firewall.UDP, Port: uint16(b.config.Port)}}
 	return backend.Description{
-		LeaseType: Type, MTU: b.MTU(), Ports: map[string][]int{kind: {b.config.Port}},
+		LeaseType: Type, MTU: b.mtu(), Ports: map[string][]int{kind: {b.config.Port}},
 		Tunnels: map[prefix.Family][]firewall.Payload{prefix.IPv4: packets, prefix.IPv6: packets}, Matches: b.matches,
 	}
 }
@@ -149,8 +149,7 @@ type network struct {
 	*backend.Programmer
 }
 
-// MTU implements backend.Network for network, which embeds Backend.
-func (b *Backend) MTU() int {
+func (b *Backend) mtu() int {
 	mtu := b.env.Underlay.MTU
 	for _, net := range b.env.Config.Networks {
 		mtu = min(mtu, b.config.deviceMTU(b.env.Underlay.MTU, net.Family()))

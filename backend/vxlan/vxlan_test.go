@@ -82,7 +82,7 @@ func TestUnknownKeyIsAWarning(t *testing.T) {
 
 func TestMTU(t *testing.T) {
 	backendtest.MTU{
-		New: New, Of: func(b backend.Backend) int { return (&network{Backend: b.(*Backend)}).MTU() },
+		New:      New,
 		Overhead: map[prefix.Family]int{prefix.IPv4: 50, prefix.IPv6: 70}, Key: true,
 	}.Run(t)
 }

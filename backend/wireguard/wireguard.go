@@ -76,7 +76,7 @@ func (b *Backend) Scope() dataplane.Scope {
 // that is killed leaves them.
 func (b *Backend) Describe() backend.Description {
 	d := backend.Description{
-		LeaseType: Type, MTU: b.MTU(), Ports: map[string][]int{}, SameLocation: b.config.SameLocation, CheckPublicEndpoint: b.checkPublicEndpoint,
+		LeaseType: Type, MTU: b.mtu(), Ports: map[string][]int{}, SameLocation: b.config.SameLocation, CheckPublicEndpoint: b.checkPublicEndpoint,
 		Usable: b.usable,
 	}
 	for _, t := range b.tunnels() {
@@ -158,8 +158,7 @@ func (b *Backend) key(known bool) (wgtypes.Key, error) {
 	return store.key(have)
 }
 
-// MTU implements backend.Network for network, which embeds Backend.
-func (b *Backend) MTU() int {
+func (b *Backend) mtu() int {
 	mtu := b.env.Underlay.MTU
 	for _, t := range b.tunnels() {
 		mtu = min(mtu, b.config.deviceMTU(b.env.Underlay.MTU, t))

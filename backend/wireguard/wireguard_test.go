@@ -76,8 +76,8 @@ func TestConfig(t *testing.T) {
 			for i, name := range n.Scope().Devices {
 				devices = append(devices, fmt.Sprintf("%s:%d", name, n.Describe().Ports[Type][i]))
 			}
-			if got := strings.Join(devices, " "); got != tt.devices || n.MTU() != tt.mtu {
-				t.Errorf("devices %q and MTU %d, want %q and %d", got, n.MTU(), tt.devices, tt.mtu)
+			if got := strings.Join(devices, " "); got != tt.devices || n.Describe().MTU != tt.mtu {
+				t.Errorf("devices %q and MTU %d, want %q and %d", got, n.Describe().MTU, tt.devices, tt.mtu)
 			}
 		})
 	}
@@ -85,7 +85,7 @@ func TestConfig(t *testing.T) {
 
 func TestMTU(t *testing.T) {
 	backendtest.MTU{
-		New: NewHost().New, Of: func(b backend.Backend) int { return (&network{Backend: b.(*Backend)}).MTU() },
+		New:      NewHost().New,
 		Overhead: map[prefix.Family]int{prefix.IPv4: 60, prefix.IPv6: 80}, Key: true,
 	}.Run(t)
 }

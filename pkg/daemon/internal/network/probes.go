@@ -13,9 +13,13 @@ import (
 
 // newProber returns the prober of s. A broken path is only reported: the prober never changes anything.
 func (n *Network) newProber(s *session, now lastknown.State, running backend.Network) *paths.Prober {
+	d := s.be.Describe()
 	c := paths.Config{
-		Own:      now.Own.Subnets(),
-		Network:  paths.Network{BackendType: now.Config.BackendType, MTU: s.mtu, Devices: len(s.be.Scope().Devices) > 0, Ports: s.be.Describe().AllPorts(), PathMTU: running.Report().PathMTU},
+		Own: now.Own.Subnets(),
+		Network: paths.Network{
+			BackendType: now.Config.BackendType, MTU: d.MTU, Devices: len(s.be.Scope().Devices) > 0, Ports: d.AllPorts(),
+			PathMTU: running.Report().PathMTU,
+		},
 		Peers:    func(ctx context.Context) ([]paths.Peer, bool) { return reachable(ctx, s.syncer) },
 		Limit:    n.host.Probes,
 		Answered: n.metrics.Answered,

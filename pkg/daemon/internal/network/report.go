@@ -160,9 +160,10 @@ func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, er
 	r.ConfigRejected = n.config.refusal()
 	r.Ready, r.Reasons = n.ready.health.Ready()
 	if s := n.serving.Load(); s != nil {
-		r.Network.MTU = s.mtu
+		d := s.be.Describe()
+		r.Network.MTU = d.MTU
 		r.Network.Devices = s.be.Scope().Devices
-		r.Network.Ports = s.be.Describe().AllPorts()
+		r.Network.Ports = d.AllPorts()
 	}
 	if known {
 		if now.Config.Migrates() {

@@ -3,7 +3,6 @@
 package network
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"sync"
@@ -113,15 +112,7 @@ func ofHost(last lastknown.State, now underlay.Interface) error {
 // unconnected is the network of a host whose external interface is not there yet. It serves the pods of
 // this host: the traffic rules and the subnet file need no peers. It does not change the kernel's objects,
 // which an earlier process may have left.
-type unconnected struct{ mtu int }
-
-// unconnectedMTU returns the MTU that the network of be has as soon as interface i is there.
-func unconnectedMTU(be backend.Backend, i underlay.Interface) int {
-	return cmp.Or(be.Describe().MTU, i.MTU)
-}
-
-// MTU implements backend.Network.
-func (n unconnected) MTU() int { return n.mtu }
+type unconnected struct{}
 
 // Check implements backend.Network.
 func (unconnected) Check(subnet.Lease) ([]string, error) { return nil, nil }

@@ -467,7 +467,7 @@ func (b scriptedBackend) Scope() dataplane.Scope {
 }
 
 func (b scriptedBackend) Describe() backend.Description {
-	return backend.Description{LeaseType: b.kind}
+	return backend.Description{LeaseType: b.kind, MTU: b.mtu}
 }
 
 func (b scriptedBackend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
@@ -508,8 +508,6 @@ type scriptedNetwork struct {
 	scriptedBackend
 	peers string
 }
-
-func (n *scriptedNetwork) MTU() int { return n.mtu }
 
 func (*scriptedNetwork) Check(subnet.Lease) ([]string, error) { return nil, nil }
 

@@ -33,7 +33,7 @@ func (n *Network) serve(ctx context.Context, be backend.Backend, change func(now
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	s := &session{
-		mtu: running.MTU(), be: be, ledger: &subnet.Ledger{}, retirement: n.newRetirement(now.Former, be),
+		be: be, ledger: &subnet.Ledger{}, retirement: n.newRetirement(now.Former, be),
 		compared: make(chan struct{}), reclaim: wait.NewSignal(), republish: wait.NewSignal(), rules: wait.NewSignal(),
 		cancel: cancel, done: make(chan struct{}),
 	}
@@ -43,7 +43,7 @@ func (n *Network) serve(ctx context.Context, be backend.Backend, change func(now
 		s.prober = n.newProber(s, now, running)
 	}
 
-	file := &fileKeeper{path: n.opts.SubnetFile, file: subnetFile(now, s.mtu, n.opts.IPMasq), report: func(err error) { n.ready.report(partSubnetFile, err) }}
+	file := &fileKeeper{path: n.opts.SubnetFile, file: subnetFile(now, be.Describe().MTU, n.opts.IPMasq), report: func(err error) { n.ready.report(partSubnetFile, err) }}
 	file.expect()      // otherwise the file of the last session would count as that of this one
 	n.serving.Store(s) // reports read s from now on
 	n.progress.enter(s.phase(now))
@@ -103,7 +103,7 @@ func (n *Network) startNetwork(ctx context.Context, be backend.Backend, change f
 		now = n.state.Change(change)
 	}
 	if now.Interface.Index == 0 {
-		return now, unconnected{mtu: unconnectedMTU(be, now.Interface)}, nil
+		return now, unconnected{}, nil
 	}
 	if running, err = startBackend(ctx, be, now.Own, n.catalog.FreePorts); err != nil {
 		return now, nil, fmt.Errorf("start backend: %w", err)
@@ -267,7 +267,6 @@ const lastLook = 200 * time.Millisecond
 
 // session is the part of a network that depends on configuration, interface and lease, which are in Network.state.
 type session struct {
-	mtu    int // of backend.Network.MTU, in bytes; the path to a peer may be narrower
 	be     backend.Backend
 	ledger *subnet.Ledger
 	syncer *backend.Syncer

@@ -66,8 +66,6 @@ func (s starter) Start(context.Context, subnet.Lease) (backend.Network, error) {
 	return s, s.start(s.env)
 }
 
-func (starter) MTU() int { return 1450 }
-
 func (starter) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
 func (s starter) Sync(_ context.Context, set backend.Set) (backend.Outcome, error) {
