@@ -198,10 +198,7 @@ func (e Env) Claim(backendType string, prev subnet.Claim) subnet.Claim {
 
 // Backend is a way to carry packets between hosts.
 type Backend interface {
-	// Scope returns the part of the kernel's state that belongs to the backend. It is
-	// pure.
-	Scope() dataplane.Scope
-	// Describe returns what else is known of the backend before it starts. It is pure.
+	// Describe returns what is known of the backend before it starts. It is pure.
 	Describe() Description
 	// Claim returns the claim that this node publishes. prev is its last published claim, or zero
 	// if none is known. Data that peers have learned from prev, such as a VTEP MAC, should stay the

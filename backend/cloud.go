@@ -14,7 +14,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
-	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -78,10 +77,9 @@ func (c KeyedCloud) Keys() access.Keys {
 }
 
 // Describe implements Backend. Leases have no type.
-func (b *CloudBackend) Describe() Description { return Description{MTU: b.Env.Underlay.MTU} }
-
-// Scope implements Backend.
-func (b *CloudBackend) Scope() dataplane.Scope { return b.Env.Scope() }
+func (b *CloudBackend) Describe() Description {
+	return Description{Scope: b.Env.Scope(), MTU: b.Env.Underlay.MTU}
+}
 
 // Claim implements Backend. It returns an error if a host that begins to use this backend cannot
 // use the cloud. A host that already has a lease of this backend keeps it without a call of the cloud, because its pods
@@ -97,7 +95,7 @@ func (b *CloudBackend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Cla
 
 // Start implements Backend.
 func (b *CloudBackend) Start(ctx context.Context, own subnet.Lease) (Network, error) {
-	p, err := b.Env.Programmer(ctx, b.Scope())
+	p, err := b.Env.Programmer(ctx, b.Env.Scope())
 	if err != nil {
 		return nil, err
 	}

@@ -12,13 +12,15 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/endpoint"
 	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Description is what a backend tells about itself before it starts, besides its Scope.
+// Description is what a backend tells about itself before it starts.
 type Description struct {
-	LeaseType string // type in leases, which may differ from the one in the configuration
+	Scope     dataplane.Scope // the part of the kernel's state that belongs to the backend
+	LeaseType string          // type in leases, which may differ from the one in the configuration
 	// MTU is the size in bytes of the largest packets that pods may send, for all enabled families. The path to a peer
 	// may be narrower: see NetworkReport.PathMTU.
 	MTU int
@@ -49,15 +51,17 @@ type Description struct {
 	Sides []Side
 }
 
-// Join returns the description of a backend that consists of d and other. Its LeaseType is that of d. Peers can send to
+// Join returns the description of a backend that consists of d and other. Its LeaseType is that of d, and both have
+// the same networks and external interface. Peers can send to
 // a public endpoint if they can do that by one of the two. Usable, Matches and Sides concern a single backend, so Join
 // leaves them empty.
 func (d Description) Join(other Description) Description {
 	all := Description{
-		LeaseType: d.LeaseType, MTU: least.Of(d.MTU, other.MTU), Ports: union(d.Ports, other.Ports), Tunnels: union(d.Tunnels, other.Tunnels),
+		Scope: d.Scope, LeaseType: d.LeaseType, MTU: least.Of(d.MTU, other.MTU), Ports: union(d.Ports, other.Ports), Tunnels: union(d.Tunnels, other.Tunnels),
 		Files: slices.Concat(d.Files, other.Files), Leftovers: slices.Concat(d.Leftovers, other.Leftovers), Inside: slices.Concat(d.Inside, other.Inside),
 		CheckPublicEndpoint: d.CheckPublicEndpoint,
 	}
+	all.Scope.Devices = slices.Concat(d.Scope.Devices, other.Scope.Devices)
 	if d.CheckPublicEndpoint == nil {
 		all.CheckPublicEndpoint = other.CheckPublicEndpoint
 	} else if other.CheckPublicEndpoint != nil {
@@ -78,6 +82,18 @@ func union[K comparable, V any](a, b map[K][]V) map[K][]V {
 		all[key] = slices.Concat(all[key], values)
 	}
 	return all
+}
+
+// Covers reports whether a backend with the description d needs all objects that one with other can have led to.
+func (d Description) Covers(other Description) bool {
+	return d.Scope.Covers(other.Scope) && len(d.Beyond(other)) == 0
+}
+
+// Beyond returns the leftovers that only other has.
+func (d Description) Beyond(other Description) []Leftover {
+	return slices.DeleteFunc(slices.Clone(other.Leftovers), func(l Leftover) bool {
+		return slices.ContainsFunc(d.Leftovers, func(own Leftover) bool { return own.String() == l.String() })
+	})
 }
 
 // AllPorts returns the UDP ports of this host that peers send to, sorted.

@@ -9,7 +9,6 @@ import (
 	"encoding/json"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -28,11 +27,10 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	return &Backend{env}, warnings, nil
 }
 
-// Scope implements backend.Backend.
-func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
-
 // Describe implements backend.Backend. Leases have no type.
-func (b *Backend) Describe() backend.Description { return backend.Description{MTU: b.env.Underlay.MTU} }
+func (b *Backend) Describe() backend.Description {
+	return backend.Description{Scope: b.env.Scope(), MTU: b.env.Underlay.MTU}
+}
 
 // Claim implements backend.Backend.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
@@ -41,7 +39,7 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 
 // Start implements backend.Backend.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	p, err := b.env.Programmer(ctx, b.Scope())
+	p, err := b.env.Programmer(ctx, b.env.Scope())
 	if err != nil {
 		return nil, err
 	}

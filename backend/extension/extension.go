@@ -29,7 +29,6 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/base/wait"
-	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -180,10 +179,6 @@ type Backend struct {
 	config config
 	host   *Host
 }
-
-// Scope implements backend.Backend. The scope contains no devices, because only the commands manage
-// the devices that they create.
-func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 
 // Claim implements backend.Backend. The claim contains the output of PreStartupCommand, so Claim
 // first runs that command if necessary: see prepare. If prev shows that the commands of the last

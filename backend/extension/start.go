@@ -33,7 +33,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	store.setSetup(s)
 	store.flush(ctx)
 	b.host.timeout.Store(int64(b.config.timeout))
-	p, err := b.env.Programmer(ctx, b.Scope())
+	p, err := b.env.Programmer(ctx, b.env.Scope())
 	if err != nil {
 		return nil, err
 	}

@@ -41,12 +41,9 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	return &Backend{env}, warnings, nil
 }
 
-// Scope implements backend.Backend.
-func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
-
 // Describe implements backend.Backend.
 func (b *Backend) Describe() backend.Description {
-	return backend.Description{LeaseType: Type, MTU: b.env.Underlay.MTU}
+	return backend.Description{Scope: b.env.Scope(), LeaseType: Type, MTU: b.env.Underlay.MTU}
 }
 
 // Claim implements backend.Backend.
@@ -56,7 +53,7 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 
 // Start implements backend.Backend.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	p, err := b.env.Programmer(ctx, b.Scope())
+	p, err := b.env.Programmer(ctx, b.env.Scope())
 	if err != nil {
 		return nil, err
 	}

@@ -67,8 +67,7 @@ var kinds = map[prefix.Family]kind{
 	prefix.IPv6: {link: dataplane.KindIP6Tnl, device: "flannel-v6.ipip", protocol: 41, overhead: 40},
 }
 
-// Scope implements backend.Backend.
-func (b *Backend) Scope() dataplane.Scope {
+func (b *Backend) scope() dataplane.Scope {
 	var devices []string
 	for _, n := range b.env.Config.Networks {
 		devices = append(devices, kinds[n.Family()].device)
@@ -78,7 +77,7 @@ func (b *Backend) Scope() dataplane.Scope {
 
 // Describe implements backend.Backend.
 func (b *Backend) Describe() backend.Description {
-	d := backend.Description{LeaseType: Type, MTU: b.mtu(), Tunnels: map[prefix.Family][]firewall.Payload{}, Usable: b.usable}
+	d := backend.Description{Scope: b.scope(), LeaseType: Type, MTU: b.mtu(), Tunnels: map[prefix.Family][]firewall.Payload{}, Usable: b.usable}
 	for f, k := range kinds {
 		d.Tunnels[f] = []firewall.Payload{{Protocol: k.protocol}}
 	}
@@ -93,7 +92,7 @@ func (b *Backend) usable(ctx context.Context) error {
 	if err := b.checkDeviceNames(ctx); err != nil {
 		return err
 	}
-	links, err := b.env.Links(ctx, b.Scope().Devices...)
+	links, err := b.env.Links(ctx, b.scope().Devices...)
 	if err != nil {
 		return err
 	}
@@ -128,7 +127,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err := b.checkDeviceNames(ctx); err != nil {
 		return nil, err
 	}
-	p, err := b.env.Programmer(ctx, b.Scope())
+	p, err := b.env.Programmer(ctx, b.scope())
 	if err != nil {
 		return nil, err
 	}
@@ -143,7 +142,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 }
 
 func (b *Backend) checkDeviceNames(ctx context.Context) error {
-	links, err := b.env.Links(ctx, b.Scope().Devices...)
+	links, err := b.env.Links(ctx, b.scope().Devices...)
 	if err != nil {
 		return err
 	}

@@ -23,7 +23,6 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -81,19 +80,13 @@ func withoutNAT(i underlay.Interface) underlay.Interface {
 	return i
 }
 
-// Scope implements backend.Backend.
-func (b *Backend) Scope() dataplane.Scope {
-	s := b.env.Scope(slices.Concat(b.between.Scope().Devices, b.inside.Scope().Devices)...)
-	s.TxChecksum = true // the backend inside may want TxChecksum
-	return s
-}
-
 // Describe implements backend.Backend. The MTU is the smaller one of the two backends, because any peer may change its
 // location.
 func (b *Backend) Describe() backend.Description {
 	d := b.between.Describe().Join(b.inside.Describe())
 	d.Inside = []string{b.sides.inside.Type}
 	d.Usable = b.usable
+	d.Scope.TxChecksum = true // the backend inside may want TxChecksum
 	return d
 }
 

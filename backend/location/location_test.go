@@ -73,8 +73,8 @@ func TestConfigurations(t *testing.T) {
 			t.Errorf("%s: %v", raw, err)
 			continue
 		}
-		if !slices.Equal(b.Scope().Devices, want.devices) || !slices.Equal(b.Describe().AllPorts(), want.ports) || b.Describe().MTU != want.mtu {
-			t.Errorf("%s: devices %v, ports %v, MTU %d, want %+v", raw, b.Scope().Devices, b.Describe().AllPorts(), b.Describe().MTU, want)
+		if !slices.Equal(b.Describe().Scope.Devices, want.devices) || !slices.Equal(b.Describe().AllPorts(), want.ports) || b.Describe().MTU != want.mtu {
+			t.Errorf("%s: devices %v, ports %v, MTU %d, want %+v", raw, b.Describe().Scope.Devices, b.Describe().AllPorts(), b.Describe().MTU, want)
 		}
 		if strings.Join(warnings, " ") != want.warning {
 			t.Errorf("%s: warnings %q, want %q", raw, warnings, want.warning)

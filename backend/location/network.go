@@ -41,7 +41,7 @@ type network struct {
 // Start implements backend.Backend. A host without a location does not start the backend inside,
 // because no peer sends to it by that backend.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	kernel, err := b.env.Programmer(ctx, b.Scope())
+	kernel, err := b.env.Programmer(ctx, b.Describe().Scope)
 	if err != nil {
 		return nil, err
 	}
@@ -119,7 +119,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	out.Choice = n.choice
 	n.noteFailed(ctx, written.Refused)
 	if set.All || out.Repaired > 0 {
-		n.filter.Loosen(ctx, n.Scope().Devices, n.env.Underlay.Name,
+		n.filter.Loosen(ctx, n.Describe().Scope.Devices, n.env.Underlay.Name,
 			"so that packets are lost while a peer changes its location")
 	}
 	return out, oneline.Join(err, failed)

@@ -29,10 +29,8 @@ type encrypted struct{ env backend.Env }
 
 const device = "flannel-wg"
 
-func (e *encrypted) Scope() dataplane.Scope { return e.env.Scope(device) }
-
 func (e *encrypted) Describe() backend.Description {
-	return backend.Description{LeaseType: "wireguard", MTU: 1440}
+	return backend.Description{Scope: e.env.Scope(device), LeaseType: "wireguard", MTU: 1440}
 }
 
 func (e *encrypted) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
@@ -44,7 +42,7 @@ func (e *encrypted) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, e
 }
 
 func (e *encrypted) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	p, err := e.env.Programmer(ctx, e.Scope())
+	p, err := e.env.Programmer(ctx, e.env.Scope(device))
 	if err != nil {
 		return nil, err
 	}
@@ -179,7 +177,7 @@ func (b *bed) sync(set backend.Set) backend.Outcome {
 // and that the route to the network exists.
 func (b *bed) expectInside(what string, want ...string) {
 	b.Helper()
-	have, err := b.kernel.Read(b.Context(), b.net.Scope())
+	have, err := b.kernel.Read(b.Context(), b.net.Describe().Scope)
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -416,7 +414,7 @@ func TestOtherLocationAtOnce(t *testing.T) {
 				b.start(claim)
 				delete(b.leases, "host3")
 				b.sync(backend.Set{All: true})
-				have, err := b.kernel.Read(t.Context(), b.net.Scope())
+				have, err := b.kernel.Read(t.Context(), b.net.Describe().Scope)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -483,7 +481,7 @@ func TestStartWithoutData(t *testing.T) {
 	}
 	b.env.Location = "east"
 	b.start(prev)
-	have, err := b.kernel.Read(t.Context(), b.net.Scope())
+	have, err := b.kernel.Read(t.Context(), b.net.Describe().Scope)
 	if err != nil {
 		t.Fatal(err)
 	}

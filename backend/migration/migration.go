@@ -18,7 +18,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -90,8 +89,8 @@ func (b *Backend) check() error {
 		return errors.New("SameLocation host-gw and NextBackend do not work together: remove NextBackend, or set SameLocation to vxlan")
 	}
 
-	used := from.be.Scope().Devices
-	for _, name := range to.be.Scope().Devices {
+	used := from.be.Describe().Scope.Devices
+	for _, name := range to.be.Describe().Scope.Devices {
 		if slices.Contains(used, name) {
 			return fmt.Errorf("Backend and NextBackend both have the device %s: want a NextBackend of another type, or for vxlan with another VNI, which also allows another Port or GBP", name)
 		}
@@ -112,15 +111,6 @@ func (b *Backend) Describe() backend.Description {
 	d := b.parts[present].be.Describe().Join(b.parts[next].be.Describe())
 	d.Sides = []backend.Side{b.parts[present].side, b.parts[next].side}
 	return d
-}
-
-// Scope implements backend.Backend.
-func (b *Backend) Scope() dataplane.Scope {
-	s := b.env.Scope()
-	for _, p := range b.parts {
-		s.Devices = append(s.Devices, p.be.Scope().Devices...)
-	}
-	return s
 }
 
 // Claim implements backend.Backend. If the next backend cannot start on this host, or its Claim

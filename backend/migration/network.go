@@ -69,7 +69,7 @@ const (
 // Start implements backend.Backend. If the next backend does not start, the network continues
 // with the present one and tries again later.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	scope := b.Scope()
+	scope := b.Describe().Scope
 	scope.TxChecksum = true // the backends may want TxChecksum
 	kernel, err := b.env.Programmer(ctx, scope)
 	if err != nil {
@@ -77,7 +77,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	}
 
 	// The routes tell which backend has carried the packets to each peer until now.
-	before, err := b.env.Kernel.Read(ctx, b.Scope())
+	before, err := b.env.Kernel.Read(ctx, b.Describe().Scope)
 	if err != nil {
 		return nil, oneline.Join(fmt.Errorf("read kernel state: %w", err), kernel.Close())
 	}
@@ -218,7 +218,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	written, failed := n.Programmer.Sync(ctx, set)
 	err = oneline.Join(err, failed)
 	if set.All || written.Repaired > 0 {
-		n.sources.Loosen(ctx, n.Scope().Devices, n.sharedDevice(), "so that no peer can migrate")
+		n.sources.Loosen(ctx, n.Describe().Scope.Devices, n.sharedDevice(), "so that no peer can migrate")
 	}
 
 	out.Add(written)
@@ -237,7 +237,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 // sharedDevice returns the external interface if a backend has no device of its own, and otherwise "".
 func (n *network) sharedDevice() string {
 	for _, p := range n.parts {
-		if len(p.be.Scope().Devices) == 0 {
+		if len(p.be.Describe().Scope.Devices) == 0 {
 			return n.env.Underlay.Name
 		}
 	}

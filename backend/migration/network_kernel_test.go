@@ -87,7 +87,7 @@ func TestKernelManyPeers(t *testing.T) {
 			t.Fatalf("%s: %d refused, %v", when, len(out.Refused), err)
 		}
 		t.Logf("%s: %s", when, time.Since(begin))
-		have, err := k.Read(t.Context(), b.Scope())
+		have, err := k.Read(t.Context(), b.Describe().Scope)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -656,7 +656,7 @@ func TestPeersGoWithoutTheNextBackend(t *testing.T) {
 		delete(leases, "host4")
 		step(backend.Set{Changed: []string{"host4"}, All: all, Complete: true})
 		expect("after another one", map[int]bool{4: false, 5: true})
-		state, err := k.Read(t.Context(), n.Scope())
+		state, err := k.Read(t.Context(), n.Describe().Scope)
 		if err != nil {
 			t.Fatal(err)
 		}

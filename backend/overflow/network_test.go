@@ -153,7 +153,7 @@ func (b *bed) expectClaim(what string, want data) {
 // has one FDB entry and one neighbour for each of them.
 func (b *bed) byTunnel() (keys []string) {
 	b.Helper()
-	have, err := b.kernel.Read(b.Context(), b.net.Scope())
+	have, err := b.kernel.Read(b.Context(), b.net.Describe().Scope)
 	if err != nil {
 		b.Fatal(err)
 	}

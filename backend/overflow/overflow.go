@@ -24,7 +24,6 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -41,9 +40,6 @@ type Backend struct {
 func New(c *backend.CloudBackend, tunnel backend.Backend) backend.Backend {
 	return &Backend{cloud: c, tunnel: tunnel, side: backend.NewSide(tunnel, c.Overflow.Type)}
 }
-
-// Scope implements backend.Backend.
-func (b *Backend) Scope() dataplane.Scope { return b.tunnel.Scope() }
 
 // Describe implements backend.Backend. The MTU is at most the one of the tunnel, because any peer may come to need the
 // tunnel.

@@ -76,8 +76,8 @@ func TestConfigurations(t *testing.T) {
 			if want.device != "" {
 				devices, ports = []string{want.device}, []int{want.port}
 			}
-			if !slices.Equal(b.Scope().Devices, devices) || !slices.Equal(b.Describe().AllPorts(), ports) || b.Describe().MTU != want.mtu {
-				t.Errorf("%s %s: devices %v, ports %v, MTU %d, want %+v", kind, raw, b.Scope().Devices, b.Describe().AllPorts(), b.Describe().MTU, want)
+			if !slices.Equal(b.Describe().Scope.Devices, devices) || !slices.Equal(b.Describe().AllPorts(), ports) || b.Describe().MTU != want.mtu {
+				t.Errorf("%s %s: devices %v, ports %v, MTU %d, want %+v", kind, raw, b.Describe().Scope.Devices, b.Describe().AllPorts(), b.Describe().MTU, want)
 			}
 			if strings.Join(warnings, " ") != want.warning && (want.warning == "" || len(warnings) != 1 || !strings.Contains(warnings[0], want.warning)) {
 				t.Errorf("%s %s: warnings %q, want %q", kind, raw, warnings, want.warning)

@@ -20,7 +20,7 @@ import (
 // Start implements backend.Backend. If an earlier network has left a tunnel running that fits,
 // packets continue to flow. Otherwise they wait in the device until the first Sync has set the peers.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	p, err := b.env.Programmer(ctx, b.Scope())
+	p, err := b.env.Programmer(ctx, b.scope())
 	if err != nil {
 		return nil, err
 	}

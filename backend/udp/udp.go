@@ -49,14 +49,13 @@ func (b *Backend) device() string {
 	return fmt.Sprintf("flannel-%d", b.config.Port)
 }
 
-// Scope implements backend.Backend.
-func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(b.device()) }
+func (b *Backend) scope() dataplane.Scope { return b.env.Scope(b.device()) }
 
 // Describe implements backend.Backend. Leases have no type.
 func (b *Backend) Describe() backend.Description {
 	packets := []firewall.Payload{{Protocol: firewall.UDP, Port: uint16(b.config.Port)}}
 	return backend.Description{
-		MTU: mtu(b.env), Ports: map[string][]int{Type: {b.config.Port}},
+		Scope: b.scope(), MTU: mtu(b.env), Ports: map[string][]int{Type: {b.config.Port}},
 		Tunnels: map[prefix.Family][]firewall.Payload{prefix.IPv4: packets, prefix.IPv6: packets},
 		Usable:  func(context.Context) error { return tunnel.Usable() },
 	}

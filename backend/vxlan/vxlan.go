@@ -46,8 +46,7 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	return b, warnings, nil
 }
 
-// Scope implements backend.Backend.
-func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(b.devices()...) }
+func (b *Backend) scope() dataplane.Scope { return b.env.Scope(b.devices()...) }
 
 // Describe implements backend.Backend.
 func (b *Backend) Describe() backend.Description {
@@ -57,7 +56,7 @@ func (b *Backend) Describe() backend.Description {
 	}
 	packets := []firewall.Payload{{Protocol: firewall.UDP, Port: uint16(b.config.Port)}}
 	return backend.Description{
-		LeaseType: Type, MTU: b.mtu(), Ports: map[string][]int{kind: {b.config.Port}},
+		Scope: b.scope(), LeaseType: Type, MTU: b.mtu(), Ports: map[string][]int{kind: {b.config.Port}},
 		Tunnels: map[prefix.Family][]firewall.Payload{prefix.IPv4: packets, prefix.IPv6: packets}, Matches: b.matches,
 	}
 }
@@ -126,7 +125,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
-	scope := b.env.Scope(b.devices()...)
+	scope := b.scope()
 	offload, _ := b.config.txChecksum()
 	scope.TxChecksum = offload != dataplane.OffloadAuto
 	p, err := b.env.Programmer(ctx, scope)

@@ -143,7 +143,7 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p, err := env.Programmer(t.Context(), b.Scope())
+	p, err := env.Programmer(t.Context(), b.Describe().Scope)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -31,7 +31,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
-	p, err := b.env.Programmer(ctx, b.Scope())
+	p, err := b.env.Programmer(ctx, b.scope())
 	if err != nil {
 		return nil, err
 	}
@@ -50,7 +50,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 
 // start sets up the devices, in the kernel or in this process, and gives them their keys and ports.
 func (n *network) start(ctx context.Context, own subnet.Lease) error {
-	links, err := n.env.Links(ctx, n.Scope().Devices...)
+	links, err := n.env.Links(ctx, n.scope().Devices...)
 	if err != nil {
 		return err
 	}
@@ -67,7 +67,7 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 		n.implementation = implUserspace
 		err = n.takeDevices(ctx, links)
 	} else {
-		err = n.host.closeNamed(n.Scope().Devices)
+		err = n.host.closeNamed(n.scope().Devices)
 	}
 	if err != nil {
 		return err
@@ -131,7 +131,7 @@ func currentInstant() discovery.Instant {
 
 // usable implements backend.Description.Usable.
 func (b *Backend) usable(ctx context.Context) error {
-	links, err := b.env.Links(ctx, b.Scope().Devices...)
+	links, err := b.env.Links(ctx, b.scope().Devices...)
 	if err != nil {
 		return err
 	}

@@ -63,8 +63,7 @@ func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []str
 
 func (b *Backend) tunnels() []tunnel { return b.config.tunnels(b.env.Network, families(b.env)) }
 
-// Scope implements backend.Backend.
-func (b *Backend) Scope() dataplane.Scope {
+func (b *Backend) scope() dataplane.Scope {
 	var names []string
 	for _, t := range b.tunnels() {
 		names = append(names, t.name)
@@ -76,7 +75,7 @@ func (b *Backend) Scope() dataplane.Scope {
 // that is killed leaves them.
 func (b *Backend) Describe() backend.Description {
 	d := backend.Description{
-		LeaseType: Type, MTU: b.mtu(), Ports: map[string][]int{}, SameLocation: b.config.SameLocation, CheckPublicEndpoint: b.checkPublicEndpoint,
+		Scope: b.scope(), LeaseType: Type, MTU: b.mtu(), Ports: map[string][]int{}, SameLocation: b.config.SameLocation, CheckPublicEndpoint: b.checkPublicEndpoint,
 		Usable: b.usable,
 	}
 	for _, t := range b.tunnels() {

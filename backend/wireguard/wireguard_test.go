@@ -73,7 +73,7 @@ func TestConfig(t *testing.T) {
 			}
 			n := &network{Backend: b.(*Backend)}
 			var devices []string
-			for i, name := range n.Scope().Devices {
+			for i, name := range n.scope().Devices {
 				devices = append(devices, fmt.Sprintf("%s:%d", name, n.Describe().Ports[Type][i]))
 			}
 			if got := strings.Join(devices, " "); got != tt.devices || n.Describe().MTU != tt.mtu {

@@ -291,7 +291,7 @@ func sidesOf(cfg subnet.Config) (present, next backend.Side, devices []string, e
 	if err != nil {
 		return present, next, nil, err
 	}
-	devices = be.Scope().Devices
+	devices = be.Describe().Scope.Devices
 	sides := backend.SidesOf(be, cfg.BackendType)
 	if len(sides) > 1 {
 		next = sides[1]

@@ -27,10 +27,10 @@ func claimsOf(cfg subnet.Config, be backend.Backend) claims {
 		return c
 	}
 
-	for _, name := range be.Scope().Devices {
+	d := be.Describe()
+	for _, name := range d.Scope.Devices {
 		c.names = append(c.names, "device "+name)
 	}
-	d := be.Describe()
 	for _, path := range d.Files {
 		c.names = append(c.names, "file "+path)
 	}

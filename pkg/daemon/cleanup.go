@@ -17,7 +17,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/statefile"
 	"github.com/flanneld/flanneld/pkg/base/subnetfile"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
-	"github.com/flanneld/flanneld/pkg/daemon/internal/ownership"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/keeper"
@@ -116,19 +115,19 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 	defer func() { _ = kernel.Close() }()
 
 	var errs []error
-	var done ownership.Objects
+	var done backend.Description
 	if c.Backends.Recorded != nil {
 		done.Leftovers, err = c.Backends.Recorded(c.StateDir)
 		errs = append(errs, err, c.leftovers(ctx, done.Leftovers))
 	}
 
-	var owned []ownership.Objects
+	var owned []backend.Description
 	for _, last := range all {
 		for _, f := range last.All() {
 			env := backend.Env{Network: last.Name, Underlay: f.Interface, Config: f.Config, StateDir: c.StateDir}
 			be, _, err := c.Backends.New(env)
 			if err == nil { // otherwise this version does not know the backend
-				owned = append(owned, ownership.Of(be))
+				owned = append(owned, be.Describe())
 			}
 		}
 	}

@@ -156,7 +156,7 @@ func (n *Network) newBackend(env backend.Env) (be backend.Backend, warnings []st
 
 // checkIPv6 returns a FamilyError if cfg has IPv6, but the device of be that carries it cannot have an IPv6 address.
 func checkIPv6(be backend.Backend, cfg subnet.Config) error {
-	devices := be.Scope().Devices
+	devices := be.Describe().Scope.Devices
 	if _, ok := cfg.Network(prefix.IPv6); !ok || len(devices) == 0 {
 		return nil
 	}
@@ -186,7 +186,7 @@ func (n *Network) claim(all []Claimed) error {
 func (n *Network) lockFor(be backend.Backend) error {
 	n.claiming.Lock()
 	defer n.claiming.Unlock()
-	n.prepared = be.Scope().Devices
+	n.prepared = be.Describe().Scope.Devices
 	return n.devices.Take(n.prepared...)
 }
 
@@ -207,7 +207,7 @@ func (n *Network) claimLess(be backend.Backend) {
 	devices := slices.Clone(n.prepared)
 	for _, c := range all {
 		if c.Backend != nil {
-			devices = append(devices, c.Backend.Scope().Devices...)
+			devices = append(devices, c.Backend.Describe().Scope.Devices...)
 		}
 	}
 	n.devices.Keep(devices...)

@@ -17,7 +17,7 @@ func (n *Network) newProber(s *session, now lastknown.State, running backend.Net
 	c := paths.Config{
 		Own: now.Own.Subnets(),
 		Network: paths.Network{
-			BackendType: now.Config.BackendType, MTU: d.MTU, Devices: len(s.be.Scope().Devices) > 0, Ports: d.AllPorts(),
+			BackendType: now.Config.BackendType, MTU: d.MTU, Devices: len(d.Scope.Devices) > 0, Ports: d.AllPorts(),
 			PathMTU: running.Report().PathMTU,
 		},
 		Peers:    func(ctx context.Context) ([]paths.Peer, bool) { return reachable(ctx, s.syncer) },

@@ -162,7 +162,7 @@ func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, er
 	if s := n.serving.Load(); s != nil {
 		d := s.be.Describe()
 		r.Network.MTU = d.MTU
-		r.Network.Devices = s.be.Scope().Devices
+		r.Network.Devices = d.Scope.Devices
 		r.Network.Ports = d.AllPorts()
 	}
 	if known {

@@ -20,17 +20,17 @@ import (
 )
 
 // owned returns the kernel objects that f can have led to, or none if this version does not know its backend.
-func (n *Network) owned(f lastknown.Former) (o ownership.Objects) {
+func (n *Network) owned(f lastknown.Former) (d backend.Description) {
 	if be := n.backendOf(f); be != nil {
-		o = ownership.Of(be)
+		d = be.Describe()
 	}
-	return o
+	return d
 }
 
 // leftBehind returns the configurations whose objects may be in the kernel although a host with
 // the present backend does not need them. last is the state before the host uses present.
 func (n *Network) leftBehind(last lastknown.State, present backend.Backend) []lastknown.Former {
-	now := ownership.Of(present)
+	now := present.Describe()
 	return slices.DeleteFunc(last.All(), func(f lastknown.Former) bool { return now.Covers(n.owned(f)) })
 }
 
@@ -43,7 +43,7 @@ const lingering = 10 * time.Second
 // retirement is what former configurations have left, which a session removes once its own configuration is applied.
 // After a migration it waits until all other hosts have left the former backend.
 type retirement struct {
-	former   []ownership.Objects
+	former   []backend.Description
 	migrated bool        // former contains the configuration of a migration
 	start    wait.Signal // sent when the removal may begin
 }
@@ -56,9 +56,9 @@ func (n *Network) newRetirement(fs []lastknown.Former, present backend.Backend) 
 		r.migrated = r.migrated || f.Config.Migrates()
 	}
 
-	for _, l := range ownership.Of(present).Beyond(ownership.Objects{Leftovers: n.catalog.Leftovers}) {
+	for _, l := range present.Describe().Beyond(backend.Description{Leftovers: n.catalog.Leftovers}) {
 		if there, err := l.Present(); there || err != nil {
-			r.former = append(r.former, ownership.Objects{Leftovers: []backend.Leftover{l}})
+			r.former = append(r.former, backend.Description{Leftovers: []backend.Leftover{l}})
 		}
 	}
 	return r
@@ -76,7 +76,7 @@ func (r *retirement) due(p backend.Pass) {
 // that it closes tunnels that a network which has ended has left in this process, so that they carried
 // packets until now.
 func (n *Network) remove(
-	ctx context.Context, o linux.Options, present ownership.Objects, former []ownership.Objects,
+	ctx context.Context, o linux.Options, present backend.Description, former []backend.Description,
 ) error {
 	if n.catalog.CloseUnused != nil {
 		if err := n.catalog.CloseUnused(); err != nil {
@@ -117,7 +117,7 @@ func (n *Network) retire(ctx context.Context, s *session) {
 	err := retry(ctx, "cannot remove the objects of the former configuration, trying again", func() error {
 		// Nexthop objects are left to the main Kernel, which may be about to use them: it deletes
 		// unused ones after its next read.
-		return n.remove(ctx, linux.Options{}, ownership.Of(s.be), past.former)
+		return n.remove(ctx, linux.Options{}, s.be.Describe(), past.former)
 	})
 	if err != nil {
 		return
@@ -132,11 +132,11 @@ func (n *Network) retire(ctx context.Context, s *session) {
 // caller must not have called Run.
 func (n *Network) Retire(ctx context.Context, keep bool) error {
 	last := n.last()
-	all := []ownership.Objects{{Leftovers: n.catalog.Leftovers}}
+	all := []backend.Description{{Leftovers: n.catalog.Leftovers}}
 	for _, f := range last.All() {
 		all = append(all, n.owned(f))
 	}
-	if err := n.remove(ctx, linux.Options{NexthopObjects: true}, ownership.Objects{}, all); err != nil {
+	if err := n.remove(ctx, linux.Options{NexthopObjects: true}, backend.Description{}, all); err != nil {
 		return err
 	}
 	n.devices.Keep()

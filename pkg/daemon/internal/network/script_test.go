@@ -462,12 +462,12 @@ type scriptedBackend struct {
 	mtu          int
 }
 
-func (b scriptedBackend) Scope() dataplane.Scope {
+func (b scriptedBackend) scope() dataplane.Scope {
 	return dataplane.Scope{Devices: []string{b.device}, Networks: b.env.Config.Prefixes()}
 }
 
 func (b scriptedBackend) Describe() backend.Description {
-	return backend.Description{LeaseType: b.kind, MTU: b.mtu}
+	return backend.Description{Scope: b.scope(), LeaseType: b.kind, MTU: b.mtu}
 }
 
 func (b scriptedBackend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
@@ -494,7 +494,7 @@ func (b scriptedBackend) Start(ctx context.Context, own subnet.Lease) (backend.N
 		return nil, errors.New("the device is in use")
 	}
 	b.did("start %s for %s on device %s with MTU %d at %s", b.kind, own.Key, b.device, b.mtu, b.env.Underlay.Addrs[0].Local)
-	if have, _ := b.kernel.Read(ctx, b.Scope()); len(have.Links) == 0 {
+	if have, _ := b.kernel.Read(ctx, b.scope()); len(have.Links) == 0 {
 		add := []dataplane.Op{{Object: dataplane.Link{Name: b.device, Kind: dataplane.KindVXLAN, MTU: b.mtu, VXLAN: dataplane.VXLAN{VNI: map[string]int{"red": 1, "red2": 2, "blue": 3}[b.device], Port: 8472, Local: b.env.Underlay.Addrs[0].Local, Underlay: "eth0"}}}}
 		if errs := b.kernel.Apply(ctx, add); len(errs) > 0 {
 			return nil, errs[0]

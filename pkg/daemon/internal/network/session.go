@@ -92,7 +92,7 @@ func (n *Network) startNetwork(ctx context.Context, be backend.Backend, change f
 	if err := n.claim(claimed); err != nil {
 		return now, nil, err
 	}
-	if err := n.devices.Take(be.Scope().Devices...); err != nil {
+	if err := n.devices.Take(be.Describe().Scope.Devices...); err != nil {
 		return now, nil, err
 	}
 	n.host.Tuner.Network(n.name, n.catalog.OneThread(now.Config))

@@ -46,14 +46,13 @@ type starter struct {
 	sync  func(backend.Set)                 // called by Sync; may be nil
 }
 
-func (s starter) Scope() dataplane.Scope {
-	if s.scope == nil {
-		return dataplane.Scope{}
+func (s starter) Describe() backend.Description {
+	d := backend.Description{MTU: 1450}
+	if s.scope != nil {
+		d.Scope = s.scope(s.env)
 	}
-	return s.scope(s.env)
+	return d
 }
-
-func (starter) Describe() backend.Description { return backend.Description{MTU: 1450} }
 
 func (s starter) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	if s.claim != nil {

@@ -290,7 +290,7 @@ func (s *startup) recognize(ctx context.Context, be backend.Backend, env backend
 		return nil
 	}
 
-	devices, err := env.Links(ctx, be.Scope().Devices...)
+	devices, err := env.Links(ctx, be.Describe().Scope.Devices...)
 	if err == nil && len(devices) > 0 {
 		store.Resumed(subnet.Lease{})
 	}

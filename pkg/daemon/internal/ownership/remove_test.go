@@ -33,10 +33,10 @@ func TestRemoveLeavesOthersDevices(t *testing.T) {
 	}
 	other := NewLocks(dir)
 	devices := NewLocks(dir)
-	former := Objects{Scope: scope, Leftovers: []backend.Leftover{left}}
+	former := backend.Description{Scope: scope, Leftovers: []backend.Leftover{left}}
 	remove := func() (there bool) {
 		t.Helper()
-		if err := Remove(t.Context(), kernel, devices, Of(&vxlan.Backend{}), former); err != nil {
+		if err := Remove(t.Context(), kernel, devices, (&vxlan.Backend{}).Describe(), former); err != nil {
 			t.Fatal(err)
 		}
 		devices.Keep()
