@@ -5,7 +5,6 @@ package backend
 import (
 	"context"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
 
@@ -75,11 +74,17 @@ func (d Description) Join(other Description) Description {
 	return all
 }
 
-func union[K comparable, V any](a, b map[K][]V) map[K][]V {
+// union returns the values of both maps, each once.
+func union[K, V comparable](a, b map[K][]V) map[K][]V {
 	all := map[K][]V{}
-	maps.Copy(all, a)
-	for key, values := range b {
-		all[key] = slices.Concat(all[key], values)
+	for _, one := range []map[K][]V{a, b} {
+		for key, values := range one {
+			for _, v := range values {
+				if !slices.Contains(all[key], v) {
+					all[key] = append(all[key], v)
+				}
+			}
+		}
 	}
 	return all
 }

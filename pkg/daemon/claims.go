@@ -19,22 +19,15 @@ type claims struct {
 	ports    map[string][]int // see backend.Description
 }
 
-// claimsOf returns the claims of a network with this configuration. be is nil if this version does not know
-// the backend.
-func claimsOf(cfg subnet.Config, be backend.Backend) claims {
-	c := claims{networks: cfg.Prefixes()}
-	if be == nil {
-		return c
-	}
-
-	d := be.Describe()
+// claimsOf returns the claims of a network with this configuration. d is the description of its backend.
+func claimsOf(cfg subnet.Config, d backend.Description) claims {
+	c := claims{networks: cfg.Prefixes(), ports: d.Ports}
 	for _, name := range d.Scope.Devices {
 		c.names = append(c.names, "device "+name)
 	}
 	for _, path := range d.Files {
 		c.names = append(c.names, "file "+path)
 	}
-	c.ports = d.Ports
 	return c
 }
 

@@ -67,7 +67,7 @@ func TestClaimsOfAMigration(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		return claimsOf(cfg, be)
+		return claimsOf(cfg, be.Describe())
 	}
 	red := of(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
 	for name, tt := range map[string]struct{ other, want string }{

@@ -125,10 +125,7 @@ func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 	for _, last := range all {
 		for _, f := range last.All() {
 			env := backend.Env{Network: last.Name, Underlay: f.Interface, Config: f.Config, StateDir: c.StateDir}
-			be, _, err := c.Backends.New(env)
-			if err == nil { // otherwise this version does not know the backend
-				owned = append(owned, be.Describe())
-			}
+			owned = append(owned, c.Backends.Describe(env))
 		}
 	}
 

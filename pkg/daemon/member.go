@@ -76,11 +76,8 @@ func (m *member) recall(last lastknown.State) error {
 	}
 	defer release()
 	for _, f := range append([]lastknown.Former{{Config: last.Config, Interface: last.Interface}}, last.Former...) {
-		be, _, err := catalog.New(backend.Env{Network: m.name, Config: f.Config, Underlay: f.Interface})
-		if err != nil {
-			be = nil
-		}
-		m.claimed = append(m.claimed, claimsOf(f.Config, be))
+		d := catalog.Describe(backend.Env{Network: m.name, Config: f.Config, Underlay: f.Interface})
+		m.claimed = append(m.claimed, claimsOf(f.Config, d))
 	}
 
 	m.promised = new(m.claimed[0])
@@ -171,7 +168,7 @@ func (m *member) validate() (subnet.Config, claims, error) {
 	if err != nil {
 		return cfg, claims{}, err
 	}
-	return cfg, claimsOf(cfg, be), nil
+	return cfg, claimsOf(cfg, be.Describe()), nil
 }
 
 // learn records what the network has used and seen until now.

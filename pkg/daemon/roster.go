@@ -28,7 +28,7 @@ func (m *member) promise(wanted claims) error {
 func (m *member) claim(all []network.Claimed) error {
 	var wanted []claims
 	for _, c := range all {
-		wanted = append(wanted, claimsOf(c.Config, c.Backend))
+		wanted = append(wanted, claimsOf(c.Config, c.Description))
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -169,8 +169,8 @@ func checkIPv6(be backend.Backend, cfg subnet.Config) error {
 
 // Claimed is a configuration whose objects a network has on this host, or is about to create.
 type Claimed struct {
-	Config  subnet.Config
-	Backend backend.Backend // nil if this version does not know it
+	Config      subnet.Config
+	Description backend.Description // zero if this version does not know the backend
 }
 
 // claim calls Config.Claims, unless it is nil, with what the network claims on this host from now on.
@@ -206,9 +206,7 @@ func (n *Network) claimLess(be backend.Backend) {
 	all := n.claimed(n.last(), be)
 	devices := slices.Clone(n.prepared)
 	for _, c := range all {
-		if c.Backend != nil {
-			devices = append(devices, c.Backend.Describe().Scope.Devices...)
-		}
+		devices = append(devices, c.Description.Scope.Devices...)
 	}
 	n.devices.Keep(devices...)
 	_ = n.claim(all) // cannot be refused, because it is not more than before
@@ -217,20 +215,16 @@ func (n *Network) claimLess(be backend.Backend) {
 // claimed returns what the network claims on this host: the configuration of now, with its backend be,
 // and what former ones have left.
 func (n *Network) claimed(now lastknown.State, be backend.Backend) []Claimed {
-	all := []Claimed{{now.Config, be}}
+	all := []Claimed{{now.Config, be.Describe()}}
 	for _, f := range now.Former {
-		all = append(all, Claimed{f.Config, n.backendOf(f)})
+		all = append(all, Claimed{f.Config, n.describe(f)})
 	}
 	return all
 }
 
-// backendOf returns the backend of f, or nil if this version does not know it.
-func (n *Network) backendOf(f lastknown.Former) backend.Backend {
-	be, _, err := n.catalog.New(n.env(f.Interface, f.Config))
-	if err != nil {
-		return nil
-	}
-	return be
+// describe returns the description of the backend of f, or a zero one if this version does not know that backend.
+func (n *Network) describe(f lastknown.Former) backend.Description {
+	return n.catalog.Describe(n.env(f.Interface, f.Config))
 }
 
 // used returns the types of the backends whose data this host has published, according to last.

@@ -309,7 +309,7 @@ func TestKernelStartWithAnUnusableConfiguration(t *testing.T) {
 func (w *walk) claims(all []Claimed) error {
 	var devices []string
 	for _, c := range all {
-		devices = append(devices, c.Backend.Describe().Scope.Devices...)
+		devices = append(devices, c.Description.Scope.Devices...)
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()

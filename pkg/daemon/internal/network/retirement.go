@@ -19,19 +19,11 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// owned returns the kernel objects that f can have led to, or none if this version does not know its backend.
-func (n *Network) owned(f lastknown.Former) (d backend.Description) {
-	if be := n.backendOf(f); be != nil {
-		d = be.Describe()
-	}
-	return d
-}
-
 // leftBehind returns the configurations whose objects may be in the kernel although a host with
 // the present backend does not need them. last is the state before the host uses present.
 func (n *Network) leftBehind(last lastknown.State, present backend.Backend) []lastknown.Former {
 	now := present.Describe()
-	return slices.DeleteFunc(last.All(), func(f lastknown.Former) bool { return now.Covers(n.owned(f)) })
+	return slices.DeleteFunc(last.All(), func(f lastknown.Former) bool { return now.Covers(n.describe(f)) })
 }
 
 // lingering is the time for which the former backend of a migration stays after all hosts have
@@ -52,7 +44,7 @@ type retirement struct {
 func (n *Network) newRetirement(fs []lastknown.Former, present backend.Backend) *retirement {
 	r := &retirement{start: wait.NewSignal()}
 	for _, f := range fs {
-		r.former = append(r.former, n.owned(f))
+		r.former = append(r.former, n.describe(f))
 		r.migrated = r.migrated || f.Config.Migrates()
 	}
 
@@ -134,7 +126,7 @@ func (n *Network) Retire(ctx context.Context, keep bool) error {
 	last := n.last()
 	all := []backend.Description{{Leftovers: n.catalog.Leftovers}}
 	for _, f := range last.All() {
-		all = append(all, n.owned(f))
+		all = append(all, n.describe(f))
 	}
 	if err := n.remove(ctx, linux.Options{NexthopObjects: true}, backend.Description{}, all); err != nil {
 		return err

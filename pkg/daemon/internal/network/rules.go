@@ -13,7 +13,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/keeper"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/report/metrics"
-	"github.com/flanneld/flanneld/subnet"
 )
 
 // newRuleKeeper returns the keeper of the network's traffic rules.
@@ -83,52 +82,31 @@ func (n *Network) guardFirst(ctx context.Context, last firewall.Policy, be backe
 	}
 }
 
-// wantedRules returns rulePolicy with the prefixes of the other networks, and a channel that is closed when
-// these change, or nil.
+// wantedRules returns the traffic rules of a session, and a channel that is closed when the prefixes of other networks
+// change, or nil. The rules also guard the tunnels of the backends in now.Former, because the host receives packets from
+// these tunnels until they are removed.
 func (n *Network) wantedRules(be backend.Backend, now lastknown.State) (policy firewall.Policy, changed <-chan struct{}) {
-	policy = n.rulePolicy(be, now)
+	policy = firewall.Policy{
+		Masquerade: n.opts.IPMasq, Random: !n.opts.IPMasqFullyRandomDisable, NonMasquerade: now.Config.NonMasquerade,
+		Forward: n.opts.IPTablesForwardRules, Guard: n.opts.GuardTunnel, Former: now.Rules,
+		Several: n.name != "",
+	}
 	if n.others != nil {
 		var others []netip.Prefix
 		others, changed = n.others()
 		policy.NonMasquerade = slices.Concat(policy.NonMasquerade, others)
 	}
-	return policy, changed
-}
 
-// rulePolicy returns the traffic rules of a session. They also guard the tunnels of the backends in
-// now.Former, because the host receives packets from these tunnels until they are removed.
-func (n *Network) rulePolicy(be backend.Backend, now lastknown.State) firewall.Policy {
-	policy := firewall.Policy{
-		Masquerade: n.opts.IPMasq, Random: !n.opts.IPMasqFullyRandomDisable, NonMasquerade: now.Config.NonMasquerade,
-		Forward: n.opts.IPTablesForwardRules, Guard: n.opts.GuardTunnel, Former: now.Rules,
-		Several: n.name != "",
-	}
-
-	backends := []backend.Backend{be}
+	d := be.Describe()
 	for _, f := range now.Former {
-		if former := n.backendOf(f); former != nil { // otherwise it has left no tunnel of this version
-			backends = append(backends, former)
-		}
+		d = d.Join(n.describe(f))
 	}
-
 	for _, one := range now.Config.Networks {
 		if e, ok := now.Own.Endpoint(one.Family()); ok {
 			policy.Networks = append(policy.Networks, firewall.Network{
-				Network: one.Prefix, Subnet: e.Subnet, Tunnels: tunnels(backends, one), HostsInside: one.Prefix.Contains(e.PublicIP),
+				Network: one.Prefix, Subnet: e.Subnet, Tunnels: d.Tunnels[one.Family()], HostsInside: one.Prefix.Contains(e.PublicIP),
 			})
 		}
 	}
-	return policy
-}
-
-// tunnels returns the kinds of tunnel packets of all backends in network n, each kind once.
-func tunnels(backends []backend.Backend, n subnet.Network) (all []firewall.Payload) {
-	for _, be := range backends {
-		for _, t := range be.Describe().Tunnels[n.Family()] {
-			if !slices.Contains(all, t) {
-				all = append(all, t)
-			}
-		}
-	}
-	return all
+	return policy, changed
 }

@@ -76,7 +76,8 @@ func TestGuardedTunnels(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if diff := cmp.Diff(tt.want, p.rulePolicy(be, now).Networks[0].Tunnels); diff != "" {
+		policy, _ := p.wantedRules(be, now)
+		if diff := cmp.Diff(tt.want, policy.Networks[0].Tunnels); diff != "" {
 			t.Errorf("%s: tunnels (-want +got):\n%s", tt.name, diff)
 		}
 	}

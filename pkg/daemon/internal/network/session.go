@@ -87,7 +87,7 @@ func (n *Network) startNetwork(ctx context.Context, be backend.Backend, change f
 	replaces := last != nil && len(subnet.Changes(before.Config, now.Config)) > 0
 	claimed := n.claimed(now, be)
 	if replaces {
-		claimed = append(claimed, Claimed{before.Config, last.be})
+		claimed = append(claimed, Claimed{before.Config, last.be.Describe()})
 	}
 	if err := n.claim(claimed); err != nil {
 		return now, nil, err
@@ -98,7 +98,8 @@ func (n *Network) startNetwork(ctx context.Context, be backend.Backend, change f
 	n.host.Tuner.Network(n.name, n.catalog.OneThread(now.Config))
 	if replaces {
 		n.state.Change(func(to *lastknown.State) { to.Attempt(now) })
-		n.guardFirst(ctx, n.rulePolicy(last.be, before), be, now)
+		policy, _ := n.wantedRules(last.be, before)
+		n.guardFirst(ctx, policy, be, now)
 	} else {
 		now = n.state.Change(change)
 	}
