@@ -49,6 +49,23 @@ func (s Side) Of(l *subnet.Lease) (_ *subnet.Lease, ok bool) {
 	return &next, s.matches(next)
 }
 
+// Before returns prev, the last claim of this host, with the data that this backend has published in it, alone or in a
+// migration, and no other data.
+func (s Side) Before(prev subnet.Claim) subnet.Claim {
+	l := prev.Lease()
+	own, ok := s.Of(&l)
+	if !ok {
+		own = &l
+	}
+	before := own.For(s.LeaseType, func(e subnet.Endpoint) json.RawMessage {
+		if !ok {
+			return nil
+		}
+		return e.Data
+	})
+	return before.Claim()
+}
+
 func (s Side) matches(l subnet.Lease) bool { return s.Matches == nil || s.Matches(l) }
 
 // NextChecker is a Network with two sides.

@@ -10,7 +10,6 @@ package migration
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -153,18 +152,6 @@ func (b *Backend) claimNext(ctx context.Context, prev subnet.Claim) (subnet.Clai
 	return b.parts[next].claim(ctx, prev)
 }
 
-// claim gives the backend only the data in prev that it has published itself, alone or in a migration.
 func (p part) claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
-	l := prev.Lease()
-	own, ok := p.side.Of(&l)
-	if !ok {
-		own = &l
-	}
-	before := own.For(p.side.LeaseType, func(e subnet.Endpoint) json.RawMessage {
-		if !ok {
-			return nil
-		}
-		return e.Data
-	})
-	return p.be.Claim(ctx, before.Claim())
+	return p.be.Claim(ctx, p.side.Before(prev))
 }

@@ -83,11 +83,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 		return subnet.Claim{}, err
 	}
 
-	before := prev.Lease()
-	if own, ok := backend.NewSide(b, Type).Of(&before); ok {
-		prev = own.Claim() // after or during a migration, prev may have data for two backends
-	}
-
+	prev = backend.NewSide(b, Type).Before(prev) // after a migration, it may have data for two backends
 	claim := b.env.Claim(Type, prev)
 	for i, n := range b.env.Config.Networks {
 		mac := randomMAC()

@@ -120,12 +120,8 @@ func (b *Backend) publishes(prev subnet.Claim) discovery.Endpoints {
 		return *now
 	}
 
-	own := prev.Lease()
-	side, ok := backend.NewSide(b, Type).Of(&own)
-	if !ok {
-		return discovery.Endpoints{}
-	}
-	return discovery.SharedIn(*side, b.env.Reachable) // prev may have the data of a second backend, after a migration
+	own := backend.NewSide(b, Type).Before(prev).Lease() // after a migration, prev may have data for two backends
+	return discovery.SharedIn(own, b.env.Reachable)
 }
 
 func (b *Backend) checkPublicEndpoint(e endpoint.Named) error {
