@@ -44,6 +44,7 @@ type SyncerConfig struct {
 
 // Pass is the result of a pass.
 type Pass struct {
+	Outcome
 	Answered bool // the store has answered
 	News     bool // Answered is set, and Peers may return another result than after the last pass
 	Err      error
@@ -51,10 +52,7 @@ type Pass struct {
 	// backend than that of this host. All hosts have then finished the migration, or have all gone
 	// back to the former backend. OneBackend is only set if SyncerConfig.Migrated is.
 	OneBackend bool
-	Republish  bool          // see Outcome
-	Reclaim    bool          // see Outcome
 	Took       time.Duration // duration of the pass
-	Repaired   int           // number of repaired changes by other programs
 }
 
 // Syncer is the lease-watch loop. It turns the updates of a manager about other nodes into calls of
@@ -193,9 +191,7 @@ func (s *Syncer) step(ctx context.Context) error {
 		pass.Err = err
 		pass.OneBackend = s.Migrated && set.Complete && len(s.moving) == 0
 		pass.Took = time.Since(begin)
-		pass.Repaired = outcome.Repaired
-		pass.Republish = outcome.Republish
-		pass.Reclaim = outcome.Reclaim
+		pass.Outcome = outcome
 		s.OnSync(pass)
 	}
 	if err != nil {

@@ -33,11 +33,10 @@ func (n *Network) serve(ctx context.Context, be backend.Backend, change func(now
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	s := &session{
-		be: be, ledger: &subnet.Ledger{}, retirement: n.newRetirement(now.Former, be),
+		be: be, retirement: n.newRetirement(now.Former, be),
 		compared: make(chan struct{}), reclaim: wait.NewSignal(), republish: wait.NewSignal(), rules: wait.NewSignal(),
 		cancel: cancel, done: make(chan struct{}),
 	}
-	s.ledger.Restore(now.Peers, time.Now())
 	s.syncer = n.newSyncer(s, now, running)
 	if n.opts.Probe {
 		s.prober = n.newProber(s, now, running)
@@ -122,7 +121,7 @@ func (n *Network) newSyncer(s *session, now lastknown.State, running backend.Net
 	compared := sync.OnceFunc(func() { close(s.compared) })
 	config := backend.SyncerConfig{
 		Config: now.Config, Own: now.Own, Network: running, Sides: backend.SidesOf(s.be, now.Config.BackendType),
-		Ledger: s.ledger, Resync: n.opts.Resync, Migrated: s.retirement.migrated, Broadcasts: underlay.Broadcasts,
+		Ledger: &subnet.Ledger{}, Resync: n.opts.Resync, Migrated: s.retirement.migrated, Broadcasts: underlay.Broadcasts,
 		OnSync: func(p backend.Pass) {
 			n.ready.health.Beat()
 			n.metrics.Synced(p.Took, p.Repaired, p.Err)
@@ -157,6 +156,7 @@ func (n *Network) newSyncer(s *session, now lastknown.State, running backend.Net
 		},
 	}
 	config.OnRefused = func(key, reason string) { n.store.Warn("FlannelPeerRefused", key+": "+reason) }
+	config.Ledger.Restore(now.Peers, time.Now())
 	return backend.NewSyncer(config)
 }
 
@@ -269,7 +269,6 @@ const lastLook = 200 * time.Millisecond
 // session is the part of a network that depends on configuration, interface and lease, which are in Network.state.
 type session struct {
 	be     backend.Backend
-	ledger *subnet.Ledger
 	syncer *backend.Syncer
 
 	retirement *retirement
@@ -336,7 +335,7 @@ func (n *Network) leave(ctx context.Context, s *session) {
 	s.left.Store(&in)
 	s.stop()
 
-	peers := s.ledger.State()
+	peers := s.syncer.Peers()
 	n.state.Update(func(now *lastknown.State) {
 		now.Peers = peers
 		now.Fresh = nil

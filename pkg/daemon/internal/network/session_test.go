@@ -135,7 +135,7 @@ func networkOn(t *testing.T, be starter, from underlay.Interface) (*Network, *se
 		defer close(done)
 		_ = syncer.Run(ctx)
 	}()
-	s := &session{be: be, ledger: ledger, syncer: syncer, republish: wait.NewSignal(), cancel: cancel, done: done}
+	s := &session{be: be, syncer: syncer, republish: wait.NewSignal(), cancel: cancel, done: done}
 	n.serving.Store(s)
 	return n, s
 }
