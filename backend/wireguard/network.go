@@ -34,7 +34,7 @@ type network struct {
 	lookups        *lookups
 	look           time.Duration // when to read the devices again, on the steady clock; zero if there is no need
 	failed         bool          // the last pass failed, and the next set does not repeat its changes
-	republish      bool          // what this host shares has changed in this pass
+	republish      bool          // the endpoints that this host shares have changed in this pass
 	now            func() discovery.Instant
 }
 
