@@ -36,13 +36,13 @@ const lingering = 10 * time.Second
 // After a migration it waits until all other hosts have left the former backend.
 type retirement struct {
 	former   []backend.Description
-	migrated bool        // former contains the configuration of a migration
-	start    wait.Signal // sent when the removal may begin
+	migrated bool   // former contains the configuration of a migration
+	begin    func() // begins the removal, unless it has begun
 }
 
 // newRetirement returns the retirement of the former configurations fs, and of what else is recorded to exist.
 func (n *Network) newRetirement(fs []lastknown.Former, present backend.Backend) *retirement {
-	r := &retirement{start: wait.NewSignal()}
+	r := &retirement{}
 	for _, f := range fs {
 		r.former = append(r.former, n.describe(f))
 		r.migrated = r.migrated || f.Config.Migrates()
@@ -60,7 +60,7 @@ func (n *Network) newRetirement(fs []lastknown.Former, present backend.Backend) 
 // the former backend of a migration.
 func (r *retirement) due(p backend.Pass) {
 	if !r.migrated || p.OneBackend {
-		r.start.Send()
+		r.begin()
 	}
 }
 
@@ -90,18 +90,13 @@ func (n *Network) remove(
 	return nil
 }
 
-// retire removes what former configurations have left, when the retirement of s may begin.
+// retire removes what former configurations have left.
 func (n *Network) retire(ctx context.Context, s *session) {
 	past := s.retirement
 	if len(past.former) == 0 {
 		return
 	}
 
-	select {
-	case <-ctx.Done():
-		return
-	case <-past.start:
-	}
 	if past.migrated && wait.For(ctx, lingering) != nil {
 		return
 	}

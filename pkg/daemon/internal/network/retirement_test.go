@@ -175,7 +175,6 @@ func TestRetirementKeepsPreparedDevices(t *testing.T) {
 	}
 	waittest.Until(t, time.Minute, "the lock of the prepared device", func() bool { return inUse("flannel.7") })
 
-	s.retirement.start.Send()
 	n.retire(ctx, s)
 	if inUse("flannel.1") || !inUse("flannel.7") {
 		t.Errorf("locked are flannel.1: %v, and flannel.7: %v; want only the latter", inUse("flannel.1"), inUse("flannel.7"))

@@ -46,18 +46,12 @@ func (n *Network) serve(ctx context.Context, be backend.Backend, change func(now
 	file.expect()      // otherwise the file of the last session would count as that of this one
 	n.serving.Store(s) // reports read s from now on
 	n.progress.enter(s.phase(now))
-	tried := make(chan struct{})
 	var wg sync.WaitGroup
-	wg.Go(func() { n.keepRules(ctx, s, sync.OnceFunc(func() { close(tried) })) })
 	wg.Go(func() {
-		select { // wait for the rules: they must exist before a pod gets an address of the subnet
-		case <-tried:
-			file.run(ctx)
-		case <-ctx.Done():
-		}
+		// The rules must exist before a pod gets an address of the subnet.
+		n.keepRules(ctx, s, sync.OnceFunc(func() { wg.Go(func() { file.run(ctx) }) }))
 	})
-
-	wg.Go(func() { n.retire(ctx, s) })
+	s.retirement.begin = sync.OnceFunc(func() { wg.Go(func() { n.retire(ctx, s) }) })
 	if s.prober != nil {
 		wg.Go(func() { s.prober.Run(ctx) })
 	}
