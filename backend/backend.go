@@ -291,9 +291,9 @@ type Outcome struct {
 	// Republish is set if Claim of the backend returns other data than this host's lease has. The owner of the network
 	// then publishes the new claim, and does not restart the network.
 	Republish bool
-	// Reclaim is set if Claim of the backend may now return data for one more backend, or if no peer keeps this host from
-	// the next subnet.Stage. The owner of the network then publishes the new claim, and replaces the network by one with
-	// the new lease or stage.
+	// Reclaim is set if Claim of the backend may now return data for one more backend, or if no peer keeps this
+	// host from the next subnet.Stage. The owner of the network then publishes the new claim, and replaces the
+	// network by one with the new lease or stage.
 	Reclaim bool
 	// Choice returns how the peer with the lease key is served, by a network that chooses one of two backends for each
 	// peer. It is called from the goroutine that calls Sync. It is nil if there is only one backend.

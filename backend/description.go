@@ -50,15 +50,15 @@ type Description struct {
 	Sides []Side
 }
 
-// Join returns the description of a backend that consists of d and other. Its LeaseType is that of d, and both have
-// the same networks and external interface. Peers can send to
-// a public endpoint if they can do that by one of the two. Usable, Matches and Sides concern a single backend, so Join
-// leaves them empty.
+// Join returns the description of a backend that consists of d and other. Its LeaseType is that of d, and both have the
+// same networks and external interface. Peers can send to a public endpoint if they can do that by one of the two.
+// Usable, Matches and Sides concern a single backend, so Join leaves them empty.
 func (d Description) Join(other Description) Description {
 	all := Description{
-		Scope: d.Scope, LeaseType: d.LeaseType, MTU: least.Of(d.MTU, other.MTU), Ports: union(d.Ports, other.Ports), Tunnels: union(d.Tunnels, other.Tunnels),
-		Files: slices.Concat(d.Files, other.Files), Leftovers: slices.Concat(d.Leftovers, other.Leftovers), Inside: slices.Concat(d.Inside, other.Inside),
-		CheckPublicEndpoint: d.CheckPublicEndpoint,
+		Scope: d.Scope, LeaseType: d.LeaseType, MTU: least.Of(d.MTU, other.MTU), CheckPublicEndpoint: d.CheckPublicEndpoint,
+		Ports: union(d.Ports, other.Ports), Tunnels: union(d.Tunnels, other.Tunnels),
+		Files: slices.Concat(d.Files, other.Files), Leftovers: slices.Concat(d.Leftovers, other.Leftovers),
+		Inside: slices.Concat(d.Inside, other.Inside),
 	}
 	all.Scope.Devices = slices.Concat(d.Scope.Devices, other.Scope.Devices)
 	if d.CheckPublicEndpoint == nil {

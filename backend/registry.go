@@ -102,8 +102,8 @@ func (r Registry) New(env Env) (Backend, []string, error) {
 	return r.Migrate(env, r.one, Create(r.one).within("NextBackend"))
 }
 
-// Describe returns the description of the backend for the configuration in env. It is zero if this version cannot create
-// the backend, and so has none of its objects.
+// Describe returns the description of the backend for the configuration in env. It is zero if this version cannot
+// create the backend, and so has none of its objects.
 func (r Registry) Describe(env Env) Description {
 	b, _, err := r.New(env)
 	if err != nil {

@@ -13,7 +13,9 @@ import (
 // Describe implements backend.Backend. The scope contains no devices, because only the commands manage the devices that
 // they create.
 func (b *Backend) Describe() backend.Description {
-	return backend.Description{Scope: b.env.Scope(), LeaseType: Type, MTU: b.env.Underlay.MTU, Leftovers: b.host.Leftovers()}
+	return backend.Description{
+		Scope: b.env.Scope(), LeaseType: Type, MTU: b.env.Underlay.MTU, Leftovers: b.host.Leftovers(),
+	}
 }
 
 // Leftovers returns what commands have done on this host, as one leftover.

@@ -77,7 +77,9 @@ func (b *Backend) scope() dataplane.Scope {
 
 // Describe implements backend.Backend.
 func (b *Backend) Describe() backend.Description {
-	d := backend.Description{Scope: b.scope(), LeaseType: Type, MTU: b.mtu(), Tunnels: map[prefix.Family][]firewall.Payload{}, Usable: b.usable}
+	d := backend.Description{
+		Scope: b.scope(), LeaseType: Type, MTU: b.mtu(), Usable: b.usable, Tunnels: map[prefix.Family][]firewall.Payload{},
+	}
 	for f, k := range kinds {
 		d.Tunnels[f] = []firewall.Payload{{Protocol: k.protocol}}
 	}

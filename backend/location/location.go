@@ -63,7 +63,8 @@ func New(
 	}
 
 	if port, clash := backend.PortClash(b.between.Describe().Ports, b.inside.Describe().Ports); clash {
-		return nil, nil, fmt.Errorf("SameLocation has UDP port %d, which %s also has: want another one", port, env.Config.BackendType)
+		return nil, nil, fmt.Errorf("SameLocation has UDP port %d, which %s also has: want another one",
+			port, env.Config.BackendType)
 	}
 
 	b.sides.between = backend.NewSide(b.between, env.Config.BackendType)

@@ -104,8 +104,8 @@ func (b *Backend) check() error {
 	return nil
 }
 
-// Describe implements backend.Backend. Only one of the two backends may have locations. Both can carry packets of the MTU,
-// even if the next one does not run yet.
+// Describe implements backend.Backend. Only one of the two backends may have locations. Both can carry packets of the
+// MTU, even if the next one does not run yet.
 func (b *Backend) Describe() backend.Description {
 	d := b.parts[present].be.Describe().Join(b.parts[next].be.Describe())
 	d.Sides = []backend.Side{b.parts[present].side, b.parts[next].side}

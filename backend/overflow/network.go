@@ -120,7 +120,8 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 		}
 	}
 	if set.All || out.Repaired > 0 {
-		n.filter.Loosen(ctx, n.Describe().Scope.Devices, n.cloud.Env.Underlay.Name, "so that packets are lost while a peer changes between the cloud and the tunnel")
+		n.filter.Loosen(ctx, n.Describe().Scope.Devices, n.cloud.Env.Underlay.Name,
+			"so that packets are lost while a peer changes between the cloud and the tunnel")
 	}
 	if n.compared {
 		n.logProblem(ctx)

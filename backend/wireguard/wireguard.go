@@ -75,8 +75,8 @@ func (b *Backend) scope() dataplane.Scope {
 // that is killed leaves them.
 func (b *Backend) Describe() backend.Description {
 	d := backend.Description{
-		Scope: b.scope(), LeaseType: Type, MTU: b.mtu(), Ports: map[string][]int{}, SameLocation: b.config.SameLocation, CheckPublicEndpoint: b.checkPublicEndpoint,
-		Usable: b.usable,
+		Scope: b.scope(), LeaseType: Type, MTU: b.mtu(), Ports: map[string][]int{}, Usable: b.usable,
+		SameLocation: b.config.SameLocation, CheckPublicEndpoint: b.checkPublicEndpoint,
 	}
 	for _, t := range b.tunnels() {
 		d.Ports[Type] = append(d.Ports[Type], t.port)

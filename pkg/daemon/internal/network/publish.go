@@ -132,7 +132,7 @@ func (n *Network) republish(ctx context.Context, s *session) error {
 	if err != nil {
 		return err
 	}
-	if claim.NextType != now.Own.NextType { // only another session can use another next backend; see backend.Outcome.Reclaim
+	if claim.NextType != now.Own.NextType { // only another session can use that: see backend.Outcome.Reclaim
 		return fmt.Errorf("the next backend would be %q instead of %q", claim.NextType, now.Own.NextType)
 	}
 	if !reflect.DeepEqual(claim, now.Own.Claim()) {

@@ -82,9 +82,9 @@ func (n *Network) guardFirst(ctx context.Context, last firewall.Policy, be backe
 	}
 }
 
-// wantedRules returns the traffic rules of a session, and a channel that is closed when the prefixes of other networks
-// change, or nil. The rules also guard the tunnels of the backends in now.Former, because the host receives packets from
-// these tunnels until they are removed.
+// wantedRules returns the traffic rules of a session, and a channel that is closed when the prefixes of other
+// networks change, or nil. The rules also guard the tunnels of the backends in now.Former, because the host receives
+// packets from these tunnels until they are removed.
 func (n *Network) wantedRules(be backend.Backend, now lastknown.State) (policy firewall.Policy, changed <-chan struct{}) {
 	policy = firewall.Policy{
 		Masquerade: n.opts.IPMasq, Random: !n.opts.IPMasqFullyRandomDisable, NonMasquerade: now.Config.NonMasquerade,
@@ -104,7 +104,8 @@ func (n *Network) wantedRules(be backend.Backend, now lastknown.State) (policy f
 	for _, one := range now.Config.Networks {
 		if e, ok := now.Own.Endpoint(one.Family()); ok {
 			policy.Networks = append(policy.Networks, firewall.Network{
-				Network: one.Prefix, Subnet: e.Subnet, Tunnels: d.Tunnels[one.Family()], HostsInside: one.Prefix.Contains(e.PublicIP),
+				Network: one.Prefix, Subnet: e.Subnet, Tunnels: d.Tunnels[one.Family()],
+				HostsInside: one.Prefix.Contains(e.PublicIP),
 			})
 		}
 	}
