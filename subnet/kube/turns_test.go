@@ -107,6 +107,7 @@ func (c *crowd) watching(ctx context.Context, hosts int) {
 		m.name.Store(&name)
 		m.cache.Store(newNodeCache(Config{}, nil))
 		m.seen.Store(&ownNode{exists: true, uid: name})
+		m.cache.Store(newNodeCache(Config{}, nil))
 		go func() { _ = m.Watch(ctx, func(subnet.Update) {}) }()
 	}
 }
