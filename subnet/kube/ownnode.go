@@ -154,9 +154,10 @@ func (m *Manager) readOwn(ctx context.Context) (*ownNode, error) {
 }
 
 // recent returns this host's Node. If another method has read the Node less than timing.fresh ago, or its
-// watch has brought it, recent returns that. If not, it reads the Node.
+// watch has brought it, recent returns that, unless the network has become ready since: await would end at once.
+// Otherwise it reads the Node.
 func (m *Manager) recent(ctx context.Context) (*ownNode, error) {
-	if s := m.seen.Load(); s != nil && time.Since(s.read) < m.timing.fresh {
+	if s := m.seen.Load(); s != nil && time.Since(s.read) < m.timing.fresh && s.ready == m.ready() {
 		return s, nil
 	}
 	return m.readOwn(ctx)
