@@ -71,13 +71,13 @@ func (m *Manager) distrust() {
 // restore returns the cache with the changes since its revision. So the store sends only the changes, and not all
 // leases. If the store is not the same, or that is not known, restore returns no cache.
 func (m *Manager) restore(ctx context.Context, cache *leaseCache) (now *leaseCache, is comparison, err error) {
-	found, present, is, err := m.compare(ctx, cache)
+	entries, present, is, err := m.compare(ctx, cache)
 	if err != nil || is != same {
 		return nil, is, err
 	}
 
-	now = cache.clone()
-	maps.Copy(now.entries, found)
+	now = new(*cache)
+	now.entries = entries
 	now.read = time.Now()
 	if cache.marked != 0 {
 		now.marked = 0
@@ -103,11 +103,10 @@ const (
 // the same revision with other leases, but it is unlikely to have that one, because ids of etcd leases are random.
 //
 // The result is unknown if nothing is known or the leases have to be listed anyway, if the revision was compacted, or
-// if the cache has other leases. It is another if the store was different, or has not come to that revision. found
-// has the newest entry at that revision, and those whose revision the cache does not know. present is the store as it
-// is now.
+// if leases are missing in the cache. It is another if the store was different, or has not come to that revision.
+// entries are those of the store at that revision. present is the store as it is now.
 func (m *Manager) compare(ctx context.Context, cache *leaseCache) (
-	found map[string]*entry, present subnet.StoreID, is comparison, err error,
+	entries map[string]*entry, present subnet.StoreID, is comparison, err error,
 ) {
 	if cache.store.Revision == 0 || cache.stale {
 		return nil, subnet.StoreID{}, unknown, nil
@@ -133,25 +132,28 @@ func (m *Manager) compare(ctx context.Context, cache *leaseCache) (
 		return nil, subnet.StoreID{}, unknown, err
 	}
 
-	found = map[string]*entry{}
+	// This host's lease may have been written after the last known state.
+	entries = maps.Clone(cache.entries)
+	maps.DeleteFunc(entries, func(_ string, e *entry) bool { return e.modRevision == 0 })
+	has := last == nil
 	for _, r := range resp.Responses[1:] {
 		for _, kv := range r.GetResponseRange().Kvs {
 			e := m.entry(kv)
-			found[e.key] = &e
+			entries[e.key] = &e
+			has = has || e.key == last.key && e.is(last.modRevision, last.leaseID)
 		}
 	}
 
 	present = storeID(resp.Header)
+	known := int64(len(entries))
 	count := resp.Responses[0].GetResponseRange().Count
-	has := last == nil || found[last.key] != nil && found[last.key].is(last.modRevision, last.leaseID)
 	switch {
-	case !has, count != cmp.Or(cache.marked, cache.count()), present.ID != cache.store.ID:
+	case !has, count != cmp.Or(cache.marked, known), present.ID != cache.store.ID:
 		return nil, present, another, nil
-	case count != cache.count(), len(found) < len(ops)-1:
-		// The last known state lacks leases that could not be read, or has one too many.
+	case count != known: // leases that could not be read are missing in the last known state
 		return nil, present, unknown, nil
 	}
-	return found, present, same, nil
+	return entries, present, same, nil
 }
 
 // catchUp brings a cache to the present revision of its store. It reads the leases that were written since

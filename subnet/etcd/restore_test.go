@@ -640,6 +640,39 @@ func TestSlowRestartListsNothing(t *testing.T) {
 	}
 }
 
+// TestRestartBeforeTheLeaseWasKnown restarts a node whose last known state is older than its lease, as after a power cut
+// soon after the first start. The node must recognize the store, and not list its leases.
+func TestRestartBeforeTheLeaseWasKnown(t *testing.T) {
+	t.Parallel()
+	for _, peers := range []int{0, 300} {
+		t.Run(fmt.Sprint(peers, " peers"), func(t *testing.T) {
+			f := newFixture(t, newServer(t))
+			f.put(t, "config", configSmall)
+			f.populate(t, peers)
+			l, err := f.manager(t).list(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			k := &restartableNode{f: f}
+			k.ledger.Apply(new(leaseCache).successor(l, unknown).update(&self{}, nil).Snapshot(), time.Now())
+			state := k.savedState(t)
+			own := acquire(t, f.manager(t, withPrevious("10.5.200.0/28")), claim("192.0.2.1"))
+
+			p := newProxy(t, f.server)
+			m := f.manager(t, throughProxy(p), func(c *Config) { c.Own, c.Known = own, state })
+			if found, err := m.Recall(t.Context(), claim("192.0.2.1")); err != nil || !slices.Equal(found.Subnets(), own.Subnets()) {
+				t.Errorf("the node finds %v, want its lease %s (%v)", found, own.Key, err)
+			}
+			if m.cache.Load().another {
+				t.Error("the store is taken for another one")
+			}
+			if sent := p.sent.Load(); sent > 5000 {
+				t.Errorf("the store sent %d bytes: it was listed", sent)
+			}
+		})
+	}
+}
+
 // TestRestartListsAfterAConflict checks that a node does not use its last known state again after
 // the store has refused a lease that the node has chosen by that state.
 func TestRestartListsAfterAConflict(t *testing.T) {
