@@ -76,6 +76,13 @@ func (m *member) round() time.Duration {
 	return roundOf(m.limit.all.due)
 }
 
+// pause returns the time between two checks of the prober in a round, at the present demand of all probers.
+func (m *member) pause() time.Duration {
+	m.limit.mu.Lock()
+	defer m.limit.mu.Unlock()
+	return roundOf(m.limit.all.due) / time.Duration(max(m.own.due, 1))
+}
+
 // roundOf returns the time in which n paths are checked once. It is at least leastRound.
 func roundOf(n int) time.Duration {
 	return max(leastRound, time.Duration(float64(n)/(Rate*share)*float64(time.Second)))

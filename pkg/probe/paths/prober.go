@@ -161,7 +161,7 @@ func (p *Prober) Run(ctx context.Context) {
 	var running sync.WaitGroup
 	defer running.Wait()
 	running.Go(func() {
-		p.intact.Run(ctx, schedule.Checks[*state]{Soon: burst, AtOnce: atOnce, Permit: p.Limit.Wait, Check: p.check})
+		p.intact.Run(ctx, schedule.Checks[*state]{Soon: burst, AtOnce: atOnce, Permit: p.paced(), Check: p.check})
 	})
 	running.Go(func() {
 		permit := func(ctx context.Context) error { return cmp.Or(wait.For(ctx, againPause), p.Limit.Wait(ctx)) }
@@ -173,6 +173,24 @@ func (p *Prober) Run(ctx context.Context) {
 			p.refresh(peers)
 		}
 		_ = wait.For(ctx, p.member.round()) // the loop notices the end of ctx
+	}
+}
+
+// paced returns a function that waits until one more path may be checked: not earlier than the pace of a round and the
+// limit permit. Paths that are due together, such as those of hosts that have joined in one round, so move apart.
+// Otherwise they would need all packets of the limit at the same time of each round, and leave none for TCP.
+func (p *Prober) paced() func(context.Context) error {
+	var next time.Time
+	return func(ctx context.Context) error {
+		now := time.Now()
+		if next.Before(now) {
+			next = now
+		}
+		if early := next.Sub(now); early > burst && wait.For(ctx, early) != nil {
+			return ctx.Err()
+		}
+		next = next.Add(p.member.pause())
+		return p.Limit.Wait(ctx)
 	}
 }
 
@@ -204,7 +222,7 @@ func (p *Prober) refresh(peers []Peer) {
 		}
 	}
 
-	pause := p.member.round() / time.Duration(max(len(now), 1))
+	pause := p.member.pause()
 	due := time.Now()
 	p.senders = make(map[netip.Addr]*state, len(now))
 	for path, key := range now { // a map has a random order

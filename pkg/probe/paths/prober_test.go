@@ -50,7 +50,9 @@ func (w *network) prober(t *testing.T, n int, c Config) *Prober {
 	if c.Limit == nil {
 		c.Limit = NewLimit()
 	}
-	c.Peers = func(context.Context) ([]Peer, bool) { return peers(n), !w.unknown.Load() }
+	if c.Peers == nil {
+		c.Peers = func(context.Context) ([]Peer, bool) { return peers(n), !w.unknown.Load() }
+	}
 	p := NewProber(c)
 	p.probe = func(_ context.Context, s *state, _ bool) (Verdict, error) {
 		w.mu.Lock()
@@ -341,6 +343,38 @@ func TestBreakAndHeal(t *testing.T) {
 		time.Sleep(time.Minute)
 		expect("all are broken", 0, 100, loglimit.Burst)
 	})
+}
+
+// TestPaceAsHostsJoin lets a host join in each round. The checks must stay spread over a round, so that the limit leaves
+// packets for TCP.
+func TestPaceAsHostsJoin(t *testing.T) {
+	for _, n := range []int{50, 500} {
+		synctest.Test(t, func(t *testing.T) {
+			var w network
+			joined := 0
+			w.prober(t, n, Config{Peers: func(context.Context) ([]Peer, bool) {
+				joined = min(joined+max(1, n/20), n)
+				return peers(joined), true
+			}})
+			time.Sleep(30 * time.Minute)
+			w.mu.Lock()
+			clear(w.checks)
+			w.packets = 0
+			w.mu.Unlock()
+
+			time.Sleep(30 * time.Minute)
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			checks := 0
+			for _, times := range w.checks {
+				checks += len(times)
+			}
+			want := min(checks, 30*60*Rate-checks) // as many as the limit leaves
+			if tcp := w.packets - checks; tcp < want*9/10 {
+				t.Errorf("%d checks of %d paths, %d of them over TCP, want about %d", checks, n, tcp, want)
+			}
+		})
+	}
 }
 
 // TestReportsAfterUnknown breaks a path that then cannot be judged for a while. Only the break, another
