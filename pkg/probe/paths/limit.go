@@ -69,10 +69,14 @@ func (m *member) split(n int) bool {
 	return roundOf(m.limit.all.paths-m.own.paths+n) > round
 }
 
-// round returns the time in which each prober checks its paths once, at the present demand of all probers.
+// round returns the time in which each prober checks its paths once, at the present demand of all probers. It is short for
+// a prober without paths, which has to learn soon that there are some.
 func (m *member) round() time.Duration {
 	m.limit.mu.Lock()
 	defer m.limit.mu.Unlock()
+	if m.own.due == 0 {
+		return leastRound
+	}
 	return roundOf(m.limit.all.due)
 }
 

@@ -150,6 +150,25 @@ func TestRate(t *testing.T) {
 	}
 }
 
+// TestNetworkThatLearnsItsPeersLate starts a network beside a large one. It does not know its peers at first. Their paths
+// must be checked within one round all the same.
+func TestNetworkThatLearnsItsPeersLate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		limit := NewLimit()
+		var large, late network
+		large.prober(t, 2400, Config{Limit: limit})
+		time.Sleep(time.Minute)
+		late.unknown.Store(true)
+		p := late.prober(t, 3, Config{Limit: limit})
+		time.Sleep(time.Second)
+		late.unknown.Store(false)
+		time.Sleep(round)
+		if o := p.Outcome(0); o.Results["ok"] != 3 {
+			t.Errorf("%+v, want three paths that work", o)
+		}
+	})
+}
+
 // TestTCPIsProbed checks that probes of many paths leave some of the rate for TCP connections.
 func TestTCPIsProbed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
