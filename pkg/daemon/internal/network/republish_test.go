@@ -176,6 +176,7 @@ func TestRepublishGoesOn(t *testing.T) {
 			}
 			cancel()
 		}
+		synctest.Wait()
 		if want := []string{"2"}; !slices.Equal(store.written, want) || !slices.Equal(be.published, want) {
 			t.Errorf("the store got %q, and the network was told %q, want the changed data once", store.written, be.published)
 		}
