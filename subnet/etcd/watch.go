@@ -65,12 +65,16 @@ func (m *Manager) resume(
 	ctx context.Context, cache *leaseCache, published bool, sink func(subnet.Update),
 ) (*leaseCache, error) {
 	next := cache
+	is := same
 	var err error
 	switch {
 	case published:
-		next, err = m.continued(ctx, cache)
+		_, _, is, err = m.compare(ctx, cache)
 	case !cache.isFresh():
-		next, err = m.renewed(ctx, cache)
+		next, is, err = m.restore(ctx, cache)
+	}
+	if err == nil && is != same {
+		next, err = m.replacement(ctx, cache, is)
 	}
 	if err != nil {
 		return nil, err
@@ -94,19 +98,16 @@ func (m *Manager) resume(
 	return next, m.reportConfig(ctx, next) // after the leases were read: the watch brings later changes
 }
 
-// continued returns the cache of a watch that has ended, as it is if the store is still the same. Otherwise it lists
-// all leases.
-func (m *Manager) continued(ctx context.Context, cache *leaseCache) (*leaseCache, error) {
-	_, _, is, err := m.compare(ctx, cache)
-	if err != nil || is == same {
-		return cache, err
-	}
+// replacement lists all leases, and returns the cache that replaces the one of Watch. is is the result of the comparison
+// of that one with the store.
+func (m *Manager) replacement(ctx context.Context, cache *leaseCache, is comparison) (*leaseCache, error) {
 	if err := m.client.turn(ctx); err != nil { // usually other hosts have to list as well
 		return nil, err
 	}
 
 	next, err := m.relist(ctx, cache, is)
-	if err == nil && (next.another || next.store.ID != cache.store.ID) {
+	known := cache.store.Revision != 0 && cache.marked == 0
+	if err == nil && known && (next.another || next.store.ID != cache.store.ID) {
 		was := subnet.StoreID{ID: cache.store.ID, Revision: cache.store.Revision}
 		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", was, "is", next.store)
 	}

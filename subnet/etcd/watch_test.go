@@ -577,3 +577,28 @@ func TestGarbageDoesNotFillTheLog(t *testing.T) {
 		t.Errorf("%d lines, want %d", n, loglimit.Many)
 	}
 }
+
+// TestNextWatchWaitsForItsTurn ends a watch, as a change of the configuration does on all hosts at once, and compacts the
+// revision to which it has come. The next watch must not list all leases at the same moment as those of other hosts.
+func TestNextWatchWaitsForItsTurn(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configSmall)
+	f.populate(t, 3)
+	m := f.manager(t)
+	m.timing.spread = time.Hour // for each lease, so that the turn does not come in the time of the test
+	watch := func() (updates int) {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		_ = m.Watch(ctx, func(subnet.Update) { updates++ })
+		return updates
+	}
+	if watch() == 0 {
+		t.Fatal("the first watch publishes nothing")
+	}
+	f.put(t, "subnets/10.5.9.0-28", leaseValue("192.0.2.9"), f.grant(t, 60))
+	compact(t, f, f.put(t, "other", ""))
+	if n := watch(); n > 0 {
+		t.Errorf("%d updates before the turn of this host, want none", n)
+	}
+}
