@@ -818,6 +818,36 @@ func occupyVNI(t *testing.T, h *lab.Host) {
 	}
 }
 
+// TestUnfitInterface lowers the MTU of the external interface below what vxlan needs for IPv6. The host must not be ready,
+// but its session continues: it must serve a peer that comes later, repair its device, and follow a configuration that
+// works on the interface.
+func TestUnfitInterface(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, `{"Type":"vxlan"}`)
+	p := &damagedHost{lab: l, backend: "vxlan", host: l.Host(1)}
+	d := startOne(t, p.host, lab.FlanneldOptions{})
+	p.run(t, "ip link set eth0 mtu 1300")
+	expectLog(t, d, "the changed external interface cannot be used yet")
+	eventually(t, "the host is not ready", func() error {
+		if status, body, _ := d.Get(testContext(t), "/readyz"); status != 503 || !strings.Contains(body, "external interface: the underlay MTU 1300") {
+			return fmt.Errorf("/readyz answers %d %q", status, body)
+		}
+		return nil
+	})
+
+	startOne(t, l.Host(2), lab.FlanneldOptions{})
+	p.run(t, "ip link delete flannel.1")
+	if err := l.AddPods(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectMatrixOf(t, l, v4...)
+	putNetwork(t, l, v4, `{"Type":"vxlan"}`)
+	expectReady(t, d)
+	if r := statusOf(t, p.host); r.Network.MTU != 1250 {
+		t.Errorf("the network has MTU %d, want 1250", r.Network.MTU)
+	}
+}
+
 // TestInterfaceWithoutAddress checks that the host is not ready while the external interface has no
 // address, because it cannot send packets then. When the address is back, the host must be ready again.
 func TestInterfaceWithoutAddress(t *testing.T) {

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"reflect"
 	"slices"
+	"sync"
 
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
@@ -36,13 +37,13 @@ func (n *Network) follow(ctx context.Context, s *session) error {
 // has ended it starts another one, which continues with the state of the ended one and lasts until ctx ends.
 func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, error) {
 	now := n.last()
-	up := &uplink{now: now.Interface, later: make(chan underlay.Interface, 1)}
+	up := &uplink{now: now.Interface, later: make(chan underlay.Interface, 1), report: func(err error) { n.ready.report(partInterface, err) }}
 	options := n.underlayOptions(now.Config, now.PublicIPs)
 	attending, stop := context.WithCancel(ctx)
 	defer stop()
 	group, attending := errgroup.WithContext(attending)
 	group.Go(func() error {
-		return n.watchUplink(attending, options, up.now, up.send, func(err error) { n.ready.report(partInterface, err) })
+		return n.watchUplink(attending, options, up.now, up.send, up.noteUsable)
 	})
 	if !now.Recalled {
 		n.followStore(attending, group, now.Own)
@@ -52,7 +53,7 @@ func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, e
 	var err error
 	for next == nil && err == nil && attending.Err() == nil {
 		if s.hasEnded() {
-			s, err = n.serveAgain(ctx, attending, up)
+			s, err = n.serveAgain(ctx, attending, s, up)
 		} else {
 			next, err = n.attend(attending, s, up)
 		}
@@ -64,8 +65,13 @@ func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, e
 
 // uplink is the external interface that the network should use.
 type uplink struct {
-	now   underlay.Interface
-	later chan underlay.Interface // has the latest one, if that is not now
+	now    underlay.Interface
+	later  chan underlay.Interface // has the latest one, if that is not now
+	report func(error)             // of what is wrong with it
+
+	mu      sync.Mutex
+	usable  error // why packets cannot leave by it
+	refused error // why the backend does not work on the latest one
 }
 
 func (u *uplink) send(i underlay.Interface) {
@@ -74,6 +80,20 @@ func (u *uplink) send(i underlay.Interface) {
 	default:
 	}
 	u.later <- i
+}
+
+func (u *uplink) noteUsable(err error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.usable = err
+	u.report(cmp.Or(u.usable, u.refused))
+}
+
+func (u *uplink) noteRefused(err error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.refused = err
+	u.report(cmp.Or(u.usable, u.refused))
 }
 
 // followStore makes group keep this host's lease own, and follow the configuration in the store, unless Manager.Watch
@@ -112,7 +132,8 @@ func (n *Network) observe(ctx context.Context, own subnet.Lease) {
 
 // attend passes the leases of other hosts to s, and this host's lease to the store, until ctx ends, the external
 // interface changes, or the network can change to another configuration. It returns that change. It ends s if the
-// interface has changed. While s uses the last known state, attend only waits for the interface.
+// interface has changed, unless the backend does not work on the changed one. While s uses the last known state, attend
+// only waits for the interface.
 func (n *Network) attend(ctx context.Context, s *session, up *uplink) (next *change, err error) {
 	group, working := errgroup.WithContext(ctx)
 	working, cancel := context.WithCancel(working)
@@ -131,28 +152,50 @@ func (n *Network) attend(ctx context.Context, s *session, up *uplink) (next *cha
 		})
 	}
 
-	moved := false
+	var to *underlay.Interface
 	select {
 	case <-working.Done():
-	case up.now = <-up.later:
-		moved = true
+	case later := <-up.later:
+		to = &later
 	case next = <-prepared:
 	}
 
 	cancel()
-	if err = group.Wait(); err == nil && ctx.Err() == nil && moved {
+	if err = group.Wait(); err == nil && ctx.Err() == nil && to != nil {
 		n.claimOnly(s.be) // a change may have been prepared for the former interface
-		n.reconnect(ctx, n.last().Interface, up.now)
-		n.progress.enter(PhaseMoving)
-		n.leave(ctx, s)
+		n.reconnect(ctx, n.last().Interface, *to)
+		n.moveTo(ctx, s, up, *to)
 	}
 	return next, err
 }
 
+// moveTo ends s, so that the next session uses the interface to, if the backend works on it.
+func (n *Network) moveTo(ctx context.Context, s *session, up *uplink, to underlay.Interface) {
+	if n.accept(ctx, s, up, to) {
+		n.progress.enter(PhaseMoving)
+		n.leave(ctx, s)
+	}
+}
+
+// accept makes to the interface of the next session, and reports whether the backend works on it. Otherwise, such as with a
+// small MTU, sessions stay on the one that they have: they serve peers, repair the kernel, and follow the configuration.
+func (n *Network) accept(ctx context.Context, s *session, up *uplink, to underlay.Interface) bool {
+	_, _, err := n.catalog.New(n.env(to, n.last().Config))
+	up.noteRefused(err)
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "the changed external interface cannot be used yet")
+		s.unfit = &to
+		return false
+	}
+	s.unfit = nil
+	up.now = to
+	return true
+}
+
 // serveAgain starts a session after one has ended because the external interface has changed, or because another
 // configuration did not start. It tries until it succeeds or attending ends. The kernel stays unchanged until then. The
-// session lasts until ctx ends.
-func (n *Network) serveAgain(ctx, attending context.Context, up *uplink) (next *session, err error) {
+// session lasts until ctx ends. last is the one that has ended.
+func (n *Network) serveAgain(ctx, attending context.Context, last *session, up *uplink) (next *session, err error) {
 	what := "cannot go back to the former network configuration, trying again"
 	if n.progress.Phase() == PhaseMoving {
 		what = "the changed external interface cannot be used yet"
@@ -162,14 +205,16 @@ func (n *Network) serveAgain(ctx, attending context.Context, up *uplink) (next *
 		select {
 		case newer := <-up.later:
 			n.reconnect(ctx, up.now, newer)
-			up.now = newer
+			n.accept(ctx, last, up, newer)
 		default:
 		}
 		if next, err = n.serveOn(ctx, up.now); err != nil {
 			n.ready.health.Beat()
 			n.ready.report(partDatapath, err)
+			return err
 		}
-		return err
+		next.unfit = last.unfit
+		return nil
 	})
 	return next, err
 }

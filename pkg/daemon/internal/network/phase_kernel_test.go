@@ -4,6 +4,7 @@ package network
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 	"os"
@@ -121,19 +122,23 @@ func TestKernelPhases(t *testing.T) {
 	w.expect(PhaseChanging, PhaseServing)
 	stop()
 
-	// After a restart the interface gets an MTU that is too small for the last known state, and the store
-	// has a configuration without a free subnet.
+	// After a restart another program has the VNI when the interface changes, so the session of the last known
+	// state does not start again. Then the MTU is too small for that state, and the store has a configuration
+	// without a free subnet.
 	w.away(true)
 	stop = w.start()
 	w.expect(PhaseNoConfiguration, PhaseLastKnown)
-	w.mtu(100)
+	w.occupyVNI()
+	w.mtu(1370)
 	w.expect(PhaseMoving)
+	w.mtu(100)
 	w.store.Put(peerOn("10.7.1.0/25", "192.0.2.9"))
 	w.store.SetConfig(`{"Network": "10.7.0.0/23", "SubnetMin": "10.7.1.0", "SubnetMax": "10.7.1.0", "Backend": {"Type": "host-gw"}}`)
 	w.away(false)
 	w.expect(PhaseNoLease)
 	w.store.Delete("10.7.1.0/25")
 	w.expect(PhaseRetiring, PhaseServing)
+	w.link("other", netlink.LinkDel)
 	w.mtu(1500)
 	w.expect(PhaseMoving, PhaseServing)
 	stop()
@@ -396,6 +401,20 @@ func (w *walk) address(change func(netlink.Link, *netlink.Addr) error, addr stri
 func (w *walk) mtu(mtu int) {
 	w.t.Helper()
 	w.link("eth0", func(l netlink.Link) error { return netlink.LinkSetMTU(l, mtu) })
+}
+
+// occupyVNI renames the device of vxlan, so that it counts as one of another program. Before Linux 6.2 only a device
+// that is down can be renamed, and the network sets it up again.
+func (w *walk) occupyVNI() {
+	w.t.Helper()
+	w.link("flannel.1", func(l netlink.Link) (err error) {
+		for range 100 {
+			if err = errors.Join(netlink.LinkSetDown(l), netlink.LinkSetName(l, "other")); err == nil {
+				return nil
+			}
+		}
+		return err
+	})
 }
 
 // away makes the store stop answering, or answer again.

@@ -450,6 +450,9 @@ func (s *scriptedHost) entry(kind string) backend.Entry {
 		if keys.MTU > 9000 {
 			return nil, nil, fmt.Errorf("Backend.MTU is %d, want at most 9000", keys.MTU)
 		}
+		if env.Underlay.MTU < 1000 && kind == "red" {
+			return nil, nil, fmt.Errorf("the underlay MTU is %d, want at least 1000", env.Underlay.MTU)
+		}
 		return scriptedBackend{s, env, kind, cmp.Or(keys.Device, kind), cmp.Or(keys.MTU, env.Underlay.MTU-50)}, nil, nil
 	}}
 }
