@@ -32,6 +32,8 @@ type toolFault struct {
 	// cause causes the fault and returns the function that mends it.
 	cause func(f toolFaults) (cure func())
 	cut   bool // pods do not reach each other
+	// cutPart is set if some pods do not reach each other, and others, such as those of the lab, do.
+	cutPart bool
 	// The fault is only one with a tunnel, or only one of IPv4.
 	tunnel, v4 bool
 	// The words. If the text of a command is empty, only the exit code counts, and mesh is not asked.
@@ -255,6 +257,37 @@ func (f toolFaults) table() []toolFault {
 				return func() { f.ip("route", "del", "blackhole", half) }
 			},
 			doctor: "the route of packets from pods", check: "route", status: "the route of packets from pods",
+		},
+		{
+			name: "route to a part of the other subnet", noPod: true, // the usual pods reach each other
+			cause: func(f toolFaults) func() {
+				part := netip.PrefixFrom(prefix.Last(f.ownB), f.ownB.Bits()+2).Masked().String()
+				f.ip("route", "add", "unreachable", part, "proto", "bird")
+				return func() { f.ip("route", "del", "unreachable", part) }
+			},
+			cutPart: true, doctor: "the route of packets from pods to ", check: "route", status: "the route of packets from pods to ",
+		},
+		{
+			name: "route that drops packets to some pods", noPod: true,
+			cause: func(f toolFaults) func() {
+				part := netip.PrefixFrom(prefix.Last(f.ownA), f.ownA.Bits()+2).Masked().String()
+				f.ip("route", "add", "blackhole", part, "proto", "bird")
+				return func() { f.ip("route", "del", "blackhole", part) }
+			},
+			cutPart: true, doctor: "the route of packets to pods in ", check: "route", status: "the route of packets to pods in ",
+		},
+		{
+			name: "bridge is down", cut: true, noPod: true,
+			cause: func(f toolFaults) func() {
+				f.ip("link", "set", lab.PodBridge, "down")
+				return func() {
+					f.ip("link", "set", lab.PodBridge, "up")
+					if f.family == prefix.IPv6 { // the kernel has removed it
+						f.ip("addr", "add", netip.PrefixFrom(f.ownA.Addr().Next(), f.ownA.Bits()).String(), "dev", lab.PodBridge, "nodad")
+					}
+				}
+			},
+			doctor: "cni0 is down", check: "bridge", status: "cni0 is down",
 		},
 		{
 			name: "strict reverse-path filter drops packets that come another way", cut: true, tunnel: true, v4: true,
@@ -656,7 +689,7 @@ func (f toolFaults) expectTool(command string, fault toolFault) {
 	switch {
 	case fault.away && command != "doctor":
 		want = 2
-	case fault.cut && command != "status":
+	case (fault.cut || fault.cutPart) && command != "status":
 		want = 1
 	}
 

@@ -61,7 +61,7 @@ func newHost(files map[string]string) Facts {
 	}
 	return Facts{
 		Files: root, Report: healthy(), Release: "6.1",
-		Bridges: []Bridge{{Name: "cni0", MTU: 1450, PortMTU: 1450, Addresses: []netip.Prefix{netip.MustParsePrefix("10.5.49.1/24"), netip.MustParsePrefix("fd00:10:5:49::1/64")}}},
+		Bridges: []Bridge{{Name: "cni0", MTU: 1450, PortMTU: 1450, CNI: true, Addresses: []netip.Prefix{netip.MustParsePrefix("10.5.49.1/24"), netip.MustParsePrefix("fd00:10:5:49::1/64")}}},
 		Rules:   []Rule{{Family: prefix.IPv4, Table: 255}, {Family: prefix.IPv4, Priority: 32766, Table: 254}, {Family: prefix.IPv4, Priority: 32767, Table: 253}},
 		Ways: []Way{
 			{Subnet: peer, In: "cni0", From: pod, To: remote, Route: Route{Dev: "flannel.1", Via: peer.Addr(), Table: 254}},
@@ -81,6 +81,19 @@ var (
 // before makes it a host on which no daemon runs yet.
 func before(release string, ranges ...Range) func(*Facts) {
 	return func(h *Facts) { h.Release, h.Before = release, &Before{Ranges: ranges} }
+}
+
+// withPart adds the decision about a packet to an address in the destination of another route.
+func withPart(to string, back bool, route Route) func(*Facts) {
+	return func(h *Facts) {
+		part := netip.MustParsePrefix(to)
+		w := Way{Subnet: peer, Part: part, In: "cni0", From: pod, To: part.Addr().Next(), Route: route}
+		if back {
+			w = Way{Subnet: peer, Part: part, Back: true, In: "flannel.1", From: remote, To: part.Addr().Next(), Route: route}
+		}
+		w.Sent.Err = route.Err
+		h.Ways = append(h.Ways, w)
+	}
 }
 
 // ruled puts a rule before the others, and changes the way out.
@@ -185,6 +198,13 @@ func TestDoctor(t *testing.T) {
 			h.Bridges[0].Addresses, h.Ways = nil, nil
 			h.Report.Lease.Subnets = h.Report.Lease.Subnets[:1]
 		}, want: "cni0 has pods and no address: pods of 10.5.49.0/24 are not reached", fix: "ip addr add 10.5.49.1/24 dev cni0", word: "bridge"},
+		{name: "bridge without an IPv6 address", facts: func(h *Facts) { h.Bridges[0].Addresses = h.Bridges[0].Addresses[:1] },
+			want: "cni0 has pods and no address: pods of fd00:10:5:49::/64 are not reached", fix: "ip addr add fd00:10:5:49::1/64 dev cni0", word: "bridge"},
+		{name: "bridge of Docker without an IPv6 address", facts: func(h *Facts) { h.Bridges[0].CNI, h.Bridges[0].Addresses = false, h.Bridges[0].Addresses[:1] }},
+		{name: "bridge that is down", facts: func(h *Facts) {
+			h.Bridges[0].Down, h.Bridges[0].Addresses = true, h.Bridges[0].Addresses[:1]
+			h.Ways[1].Route = Route{Err: syscall.EHOSTUNREACH}
+		}, want: "cni0 is down: its pods are not reached", fix: "ip link set cni0 up", word: "bridge"},
 		{name: "bridge of another network without an address", facts: func(h *Facts) { h.Bridges = append(h.Bridges, Bridge{Name: "cni0", MTU: 1450, PortMTU: 1450}) }},
 		{name: "bridge MTU smaller than that of pods", facts: func(h *Facts) { h.Bridges[0].MTU = 1280 }, want: "cni0 has MTU 1280, its pods have 1450", fix: "ip link set cni0 mtu 1450", word: "mtu"},
 		{name: "bridge and pods with a small MTU", facts: func(h *Facts) { h.Bridges[0].MTU, h.Bridges[0].PortMTU = 1280, 1280 }},
@@ -214,6 +234,11 @@ func TestDoctor(t *testing.T) {
 		{name: "missing route", facts: func(h *Facts) {
 			h.Ways[0].Route = Route{Dev: "eth0", Via: netip.MustParseAddr("192.0.2.1"), Table: 254}
 		}, want: "the route of packets from pods leads to 192.0.2.1 dev eth0", fix: "ip route get", word: "route"},
+		{name: "route to a part of a peer's subnet", facts: withPart("10.5.7.128/25", false, Route{Dev: "eth0", Via: netip.MustParseAddr("192.0.2.1"), Table: 254}),
+			want: "pods do not reach 10.5.7.0/24: the route of packets from pods to 10.5.7.128/25 leads to 192.0.2.1 dev eth0", fix: "ip route show table all root 10.5.7.128/25", word: "route"},
+		{name: "right route to a part of a peer's subnet", facts: withPart("10.5.7.128/25", false, Route{Dev: "flannel.1", Via: peer.Addr(), Table: 254})},
+		{name: "route that drops packets to some pods", facts: withPart("10.5.49.64/26", true, Route{Err: syscall.EINVAL}),
+			want: "pods do not reach 10.5.7.0/24: the route of packets to pods in 10.5.49.64/26 drops them (blackhole)", fix: "delete it", word: "route"},
 		{name: "strict filter that drops, older kernel", change: map[string]string{"proc/sys/net/ipv4/conf/flannel.1/rp_filter": "1"}, facts: func(h *Facts) { h.Ways[1].Route = Route{Err: syscall.EXDEV} }, want: "rp_filter is strict on flannel.1", fix: "net/ipv4/conf/flannel.1/rp_filter=2", word: "rp_filter"},
 		{name: "strict filter that drops", change: map[string]string{"proc/sys/net/ipv4/conf/flannel.1/rp_filter": "1"}, facts: func(h *Facts) { h.Ways[1].Route = Route{Err: syscall.EINVAL} }, want: "rp_filter is strict on flannel.1", fix: "net/ipv4/conf/flannel.1/rp_filter=2", word: "rp_filter"},
 		{name: "strict filter that drops nothing", change: map[string]string{"proc/sys/net/ipv4/conf/flannel.1/rp_filter": "1"}},

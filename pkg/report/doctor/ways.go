@@ -21,6 +21,8 @@ type Bridge struct {
 	MTU       int            // in bytes
 	PortMTU   int            // the largest MTU of its ports; 0 if it has none
 	Addresses []netip.Prefix // in the network
+	Down      bool
+	CNI       bool // it is the one that the CNI plugins make, with pods: it needs an address in each subnet of this host
 }
 
 // In returns the address of the bridge in p, or the zero Prefix.
@@ -33,11 +35,19 @@ func (b Bridge) In(p netip.Prefix) (address netip.Prefix) {
 	return address
 }
 
+// hasFamily reports whether the bridge has an address in the network of the family of p.
+func (b Bridge) hasFamily(p netip.Prefix) bool {
+	return slices.ContainsFunc(b.Addresses, func(a netip.Prefix) bool { return a.Addr().Is4() == p.Addr().Is4() })
+}
+
 // Way is the kernel's decision about a packet between a pod of this host and a pod of a peer.
 type Way struct {
-	Subnet   netip.Prefix // of the peer
-	Back     bool         // the packet comes from the peer
-	In       string       // the device on which the packet arrives
+	Subnet netip.Prefix // of the peer
+	Back   bool         // the packet comes from the peer
+	// Part is the destination of a route to a part of the subnet of the peer or, with Back, of this host. The packet is one
+	// for that route. Part is zero if the packet is one for a usual pod.
+	Part     netip.Prefix
+	In       string // the device on which the packet arrives
 	From, To netip.Addr
 	Route    Route // the decision
 	// Sent is the decision about a packet of this host itself to the same address. It shows
@@ -149,7 +159,7 @@ func (h Facts) ways(found finder) {
 	var reasons []Finding
 	for _, w := range h.Ways {
 		f, wrong := h.wayFinding(w, expected[w.Subnet])
-		if !wrong {
+		if !wrong || w.Back && h.downBridge() {
 			continue
 		}
 		same := slices.IndexFunc(reasons, func(other Finding) bool { return other.Problem == f.Problem })
@@ -203,13 +213,22 @@ func (h Facts) wayFinding(w Way, expected []Route) (f Finding, wrong bool) {
 		return cut("rp_filter", fmt.Sprintf("rp_filter is strict on %s, and the route back to %s leads elsewhere", w.In, origin),
 			fmt.Sprintf("sysctl -w net/ipv4/conf/all/rp_filter=2 net/ipv4/conf/%s/rp_filter=2 (and lines in /etc/sysctl.d)", w.In), w.Subnet), true
 	}
+	if w.Part.IsValid() {
+		return cut("route", fmt.Sprintf("the route of %s %s", whose, r),
+			fmt.Sprintf("ip route show table all root %s; if nothing needs the route, delete it", w.Part), w.Subnet), true
+	}
 	return cut("route", fmt.Sprintf("the route of %s %s", whose, r),
 		fmt.Sprintf("ip route get %s from %s iif %s; ip route show table all; a running flanneld puts its own routes back", w.To, w.From, w.In), w.Subnet), true
 }
 
 func (w Way) whose() string {
-	if w.Back {
+	switch {
+	case w.Back && w.Part.IsValid():
+		return "packets to pods in " + w.Part.String()
+	case w.Back:
 		return "packets to pods"
+	case w.Part.IsValid():
+		return "packets from pods to " + w.Part.String()
 	}
 	return "packets from pods"
 }
@@ -268,16 +287,28 @@ func (h Facts) leadsToBridge(dev string) bool {
 	return slices.ContainsFunc(h.Bridges, func(b Bridge) bool { return b.Name == dev })
 }
 
-// bridges checks the addresses and the MTUs of the bridges of pods.
+func (h Facts) downBridge() bool {
+	return slices.ContainsFunc(h.Bridges, func(b Bridge) bool { return b.Down })
+}
+
+// bridges checks the state, the addresses and the MTUs of the bridges of pods.
 func (h Facts) bridges(found finder) {
 	mtu := h.Report.Network.MTU
 	external := h.Report.Interface
 	for _, b := range h.Bridges {
+		if b.Down { // the kernel has also removed its routes, and its addresses of IPv6
+			found(cut("bridge", b.Name+" is down: its pods are not reached", "ip link set "+b.Name+" up, and look for the program that has set it down"))
+			continue
+		}
 		for _, own := range h.Report.Lease.Subnets {
-			if len(b.Addresses) == 0 && !slices.ContainsFunc(h.Bridges, func(other Bridge) bool { return other.In(own).IsValid() }) {
-				gateway := netip.PrefixFrom(own.Masked().Addr().Next(), own.Bits())
+			if b.CNI && !slices.ContainsFunc(h.Bridges, func(other Bridge) bool { return other.hasFamily(own) }) {
+				fix := fmt.Sprintf("ip addr add %s dev %s", netip.PrefixFrom(own.Masked().Addr().Next(), own.Bits()), b.Name)
+				key := "net/ipv6/conf/" + b.Name + "/disable_ipv6"
+				if v, ok := h.sysctl(key); ok && v == 1 && own.Addr().Is6() {
+					fix = "sysctl -w " + key + "=0; " + fix
+				}
 				found(cut("bridge", fmt.Sprintf("%s has pods and no address: pods of %s are not reached", b.Name, own),
-					fmt.Sprintf("ip addr add %s dev %s, and look for the program that has removed it", gateway, b.Name), h.subnetsOf(prefix.FamilyOf(own.Addr()))...))
+					fix+", and look for the program that has removed it", h.subnetsOf(prefix.FamilyOf(own.Addr()))...))
 			}
 			for _, n := range h.Report.Network.Prefixes {
 				if former := b.In(n); former.IsValid() && n.Overlaps(own) && !b.In(own).IsValid() {

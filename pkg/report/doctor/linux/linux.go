@@ -34,7 +34,10 @@ func Host(away error) doctor.Facts {
 
 // Pods returns the facts that doctor.CutOff judges: those about the packets of pods of one network. Facts.Unread names
 // those that cannot be read.
-func Pods(r status.Report) doctor.Facts {
+func Pods(r status.Report) doctor.Facts { return pods(r, nil) }
+
+// pods returns the result of Pods. parts has destinations of routes for which it asks too.
+func pods(r status.Report, parts []part) doctor.Facts {
 	f := Host(nil)
 	f.Report = r
 
@@ -49,7 +52,7 @@ func Pods(r status.Report) doctor.Facts {
 	note("read the bridges of pods")
 	f.Rules, err = rules()
 	note("read the rules for routing tables")
-	f.Ways, err = ways(r, f.Bridges)
+	f.Ways, err = ways(r, f.Bridges, parts)
 	note("ask for the routes of pods")
 	if slices.ContainsFunc(f.Ways, func(w doctor.Way) bool { return w.Route.Err != nil }) {
 		f.Refusals, err = refusals()
@@ -66,7 +69,11 @@ func Gather(ctx context.Context, r status.Report) doctor.Facts {
 	twins := make(chan []doctor.Twin, 1)
 	go func() { twins <- ownTwins(ctx, r) }() // it waits for answers
 
-	f := Pods(r)
+	parts, err := partsOf(r)
+	f := pods(r, parts)
+	if err != nil {
+		f.Unread = oneline.Join(f.Unread, fmt.Errorf("read the routes to parts of subnets: %w", err))
+	}
 	f.Docker = docker(ctx, r, f.Bridges)
 	packets := packets(r, f.Ways)
 	inIPTables, e := iptables.Blocks(ctx, packets)
@@ -212,6 +219,8 @@ func bridges(r status.Report) ([]doctor.Bridge, error) {
 				b.PortMTU = max(b.PortMTU, port.Attrs().MTU)
 			}
 		}
+		b.CNI = b.Name == usualBridge && b.PortMTU > 0
+		b.Down = own.Flags&net.FlagUp == 0 && b.PortMTU > 0
 		if len(b.Addresses) > 0 || !anywhere && b.Name == usualBridge && b.PortMTU > 0 {
 			found = append(found, b)
 		}
@@ -276,44 +285,123 @@ func refusals() (all []doctor.Refusal, err error) {
 	return all, nil
 }
 
-// ways asks the kernel what it does with packets between a pod of each bridge and a pod of each peer.
-func ways(r status.Report, bridges []doctor.Bridge) ([]doctor.Way, error) {
-	var all []doctor.Way
-	names := map[int]string{}
+// part is the destination of a route that is longer than that of the subnet around it.
+type part struct {
+	to      netip.Prefix
+	strange bool // a route to pods of this host would not be like that
+}
+
+// mostParts limits the number of routes to parts of subnets for which the kernel is asked.
+const mostParts = 256
+
+// partsOf returns the routes of all tables to parts of subnets of r, such as those that Calico leaves behind.
+func partsOf(r status.Report) (parts []part, err error) {
+	subnets := slices.Clone(r.Lease.Subnets)
+	for _, p := range r.Peers {
+		subnets = append(subnets, p.Subnets...)
+	}
+	known := map[netip.Prefix]bool{}
+	lengths := map[int]bool{}
+	for _, s := range subnets {
+		known[s.Masked()] = true
+		lengths[s.Bits()] = true
+	}
+	inside := func(to netip.Prefix) bool { // without a comparison of each route with each subnet
+		for bits := range lengths {
+			if around, err := to.Addr().Prefix(bits); err == nil && bits < to.Bits() && known[around] {
+				return true
+			}
+		}
+		return false
+	}
+
+	for _, kind := range []int{unix.RTN_UNICAST, unix.RTN_BLACKHOLE, unix.RTN_UNREACHABLE, unix.RTN_PROHIBIT} {
+		all, err := routes(kind)
+		if err != nil {
+			return parts, err
+		}
+		for _, route := range all {
+			to, ok := toPrefix(route.Dst)
+			if ok && len(parts) < mostParts && inside(to) {
+				parts = append(parts, part{to, kind != unix.RTN_UNICAST || route.Gw != nil})
+			}
+		}
+	}
+	return parts, nil
+}
+
+// somewhere returns an address for which the kernel takes the route to p.
+func (p part) somewhere() netip.Addr {
+	if p.to.IsSingleIP() {
+		return p.to.Addr()
+	}
+	return p.to.Addr().Next() // the first one may be a broadcast address
+}
+
+// ways asks the kernel what it does with packets between a pod of each bridge and a pod of each peer, and with those for
+// the parts of both subnets.
+func ways(r status.Report, bridges []doctor.Bridge, parts []part) ([]doctor.Way, error) {
+	k, err := newAsker()
+	if err != nil {
+		return nil, err
+	}
+	defer k.handle.Close()
+
 	for _, b := range bridges {
 		for _, own := range r.Lease.Subnets {
 			a := b.In(own)
 			if !a.IsValid() {
 				continue
 			}
-
 			for _, p := range r.Peers {
 				for _, s := range p.Subnets {
 					if !p.State.Served() || s.Addr().Is4() != a.Addr().Is4() {
 						continue
 					}
-
-					there := s.Addr().Next().Next() // the first address is that of the device, the second that of the bridge
-					out := doctor.Way{Subnet: s, In: b.Name, From: a.Addr().Next(), To: there}
-					if err := ask(&out, names); err != nil {
+					if err := k.askBetween(b.Name, own, a.Addr().Next(), p, s, parts); err != nil {
 						return nil, err
 					}
-					all = append(all, out)
-					in := arrival(out.Route.Dev, doctor.RoutesTo(p))
-					if in == "" {
-						continue
-					}
-
-					back := doctor.Way{Subnet: s, Back: true, In: in, From: there, To: a.Addr().Next()}
-					if err := ask(&back, names); err != nil {
-						return nil, err
-					}
-					all = append(all, back)
 				}
 			}
 		}
 	}
-	return all, nil
+	return k.ways, nil
+}
+
+// askBetween asks about packets between a pod in the subnet own of this host, behind a bridge, and a subnet of a peer.
+func (k *asker) askBetween(bridge string, own netip.Prefix, pod netip.Addr, p status.Peer, s netip.Prefix, parts []part) error {
+	there := s.Addr().Next().Next() // the first address is that of the device, the second that of the bridge
+	out := doctor.Way{Subnet: s, In: bridge, From: pod, To: there}
+	route, err := k.ask(out)
+	if err == nil {
+		err = k.askParts(out, s, parts)
+	}
+
+	in := arrival(route.Dev, doctor.RoutesTo(p))
+	if err != nil || in == "" {
+		return err
+	}
+	back := doctor.Way{Subnet: s, Back: true, In: in, From: there, To: pod}
+	if _, err := k.ask(back); err != nil {
+		return err
+	}
+	return k.askParts(back, own, parts)
+}
+
+// askParts asks about packets like that of w to those parts of the destination's subnet in which w.To is not.
+func (k *asker) askParts(w doctor.Way, subnet netip.Prefix, parts []part) error {
+	for _, part := range parts {
+		if !subnet.Contains(part.to.Addr()) || part.to.Contains(w.To) || w.Back && !part.strange {
+			continue
+		}
+		other := w
+		other.Part = part.to
+		other.To = part.somewhere()
+		if _, err := k.ask(other); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // arrival returns the device on which packets of a peer arrive: the one by which this host sends, unless another
@@ -325,18 +413,45 @@ func arrival(out string, own []doctor.Route) string {
 	return own[0].Dev
 }
 
-// ask sets the routes of a packet. names contains the names of devices that are known already.
-func ask(w *doctor.Way, names map[int]string) (err error) {
-	from := net.IP(w.From.AsSlice())
-	if w.Route, err = lookUp(w.To, &netlink.RouteGetOptions{Iif: w.In, SrcAddr: from}, names); err != nil || w.Route.Err == nil {
-		return err
-	}
-	w.Sent, err = lookUp(w.To, nil, names)
-	return err
+// asker asks the kernel for routes. It has one socket and remembers devices, because a host may have thousands of peers.
+type asker struct {
+	handle  *netlink.Handle
+	names   map[int]string
+	indexes map[string]int
+	ways    []doctor.Way // with the answers
 }
 
-func lookUp(to netip.Addr, o *netlink.RouteGetOptions, names map[int]string) (r doctor.Route, err error) {
-	routes, err := netlink.RouteGetWithOptions(net.IP(to.AsSlice()), o)
+func newAsker() (*asker, error) {
+	handle, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("open a netlink socket: %w", err)
+	}
+	return &asker{handle: handle, names: map[int]string{}, indexes: map[string]int{}}, nil
+}
+
+// ask returns the route of a packet, and adds the packet with its routes to ways.
+func (k *asker) ask(w doctor.Way) (doctor.Route, error) {
+	in, known := k.indexes[w.In]
+	if !known {
+		link, err := k.handle.LinkByName(w.In)
+		if err != nil {
+			return w.Route, err
+		}
+		in = link.Attrs().Index
+		k.indexes[w.In] = in
+	}
+
+	var err error
+	from := net.IP(w.From.AsSlice())
+	if w.Route, err = k.lookUp(w.To, &netlink.RouteGetOptions{IifIndex: in, SrcAddr: from}); err == nil && w.Route.Err != nil {
+		w.Sent, err = k.lookUp(w.To, nil)
+	}
+	k.ways = append(k.ways, w)
+	return w.Route, err
+}
+
+func (k *asker) lookUp(to netip.Addr, o *netlink.RouteGetOptions) (r doctor.Route, err error) {
+	routes, err := k.handle.RouteGetWithOptions(net.IP(to.AsSlice()), o)
 	refusal := unix.Errno(0)
 	switch {
 	case errors.As(err, &refusal):
@@ -351,14 +466,14 @@ func lookUp(to netip.Addr, o *netlink.RouteGetOptions, names map[int]string) (r 
 	r.Table = route.Table
 	r.Via, _ = netip.AddrFromSlice(route.Gw)
 	r.Via = r.Via.Unmap()
-	name, known := names[route.LinkIndex]
+	name, known := k.names[route.LinkIndex]
 	if !known {
-		link, err := netlink.LinkByIndex(route.LinkIndex)
+		link, err := k.handle.LinkByIndex(route.LinkIndex)
 		if err != nil {
 			return r, err
 		}
 		name = link.Attrs().Name
-		names[route.LinkIndex] = name
+		k.names[route.LinkIndex] = name
 	}
 	r.Dev = name
 	return r, nil
@@ -413,7 +528,7 @@ func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
 		if route.Err != nil {
 			route = w.Sent // a rule that drops packets is the next cause as soon as the host forwards them again
 		}
-		if route.Err != nil {
+		if route.Err != nil || w.Part.IsValid() {
 			continue
 		}
 		own, ok := prefix.OfFamily(r.Lease.Subnets, prefix.FamilyOf(w.Subnet.Addr()))

@@ -36,7 +36,12 @@ func ownTwins(ctx context.Context, r status.Report) (all []doctor.Twin) {
 
 // Twins says that several hosts of the same segment may have an address. It returns an empty text if not.
 func Twins(ctx context.Context, a netip.Addr) string {
-	route, err := lookUp(a, nil, map[int]string{})
+	asks, err := newAsker()
+	if err != nil {
+		return ""
+	}
+	defer asks.handle.Close()
+	route, err := asks.lookUp(a, nil)
 	if err != nil || route.Err != nil || route.Via.IsValid() {
 		return ""
 	}
