@@ -39,7 +39,7 @@ func (f *Filter) Loosen(ctx context.Context, own []string, shared, effect string
 	if shared != "" && !f.logged && strict(shared) {
 		f.logged = true
 		klog.FromContext(ctx).Error(nil, "rp_filter is strict: the kernel drops packets of peers that come by another backend than they go, "+effect,
-			"device", shared, "remedy", "sysctl -w net.ipv4.conf."+shared+".rp_filter=2")
+			"device", shared, "remedy", "sysctl -w net/ipv4/conf/"+shared+"/rp_filter=2") // the name may contain a dot
 	}
 }
 

@@ -152,7 +152,7 @@ func (s selector) neighbours(l Link) bool {
 	})
 }
 
-var ownDevice = regexp.MustCompile(`^flannel(\d+|(-v6)?\.(\d+|ipip)|-wg(-.*)?)$`)
+var ownDevice = regexp.MustCompile(`^flannel(-?\d+|(-v6)?\.(\d+|ipip)|-wg(\d+|-.*)?)$`)
 
 // never says why only --iface chooses l. It returns "" for a link that others may choose.
 func (s selector) never(l Link) string {

@@ -459,7 +459,7 @@ func TestSelectSkipsPodInterfaces(t *testing.T) {
 		link(1, "br-pods", "10.244.3.1", "fe80::1"),
 		link(2, "eth0", "10.0.0.2", "fe80::2"),
 	}}
-	for i, name := range []string{"flannel.1", "flannel-v6.4096", "flannel.ipip", "flannel-v6.ipip", "flannel0", "flannel-wg", "flannel-wg-v6", "flannel.9"} {
+	for i, name := range []string{"flannel.1", "flannel-v6.4096", "flannel.ipip", "flannel-v6.ipip", "flannel0", "flannel-8285", "flannel-wg", "flannel-wg-v6", "flannel-wg51820", "flannel.9"} {
 		facts.Links = append(facts.Links, link(3+i, name, fmt.Sprintf("10.244.%d.0", 3+i), "fe80::1"))
 	}
 	last := len(facts.Links) + 1

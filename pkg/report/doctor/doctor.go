@@ -363,7 +363,7 @@ func (h Facts) reversePath(found finder) {
 	if name := h.Report.Interface.Name; name != "" && h.strict(name) {
 		found(note(
 			"rp_filter is strict on "+name+": packets of pods are dropped if they arrive on another interface than that of the route back, as with DirectRouting and several interfaces",
-			"sysctl -w net.ipv4.conf.all.rp_filter=2 net.ipv4.conf."+name+".rp_filter=2",
+			"sysctl -w net/ipv4/conf/all/rp_filter=2 net/ipv4/conf/"+name+"/rp_filter=2", // the name may contain a dot
 		))
 	}
 }

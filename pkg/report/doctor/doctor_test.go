@@ -166,6 +166,8 @@ func TestDoctor(t *testing.T) {
 		{name: "no bridge filter", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-ip6tables": "-"}, want: "br_netfilter is not loaded", fix: "modprobe br_netfilter"},
 		{name: "no bridge filter for both", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-iptables": "-", "proc/sys/net/bridge/bridge-nf-call-ip6tables": "-"}, want: "br_netfilter is not loaded"},
 		{name: "strict reverse path", change: map[string]string{"proc/sys/net/ipv4/conf/eth0/rp_filter": "1"}, want: "rp_filter is strict on eth0", fix: "rp_filter=2"},
+		{name: "strict reverse path on a VLAN", change: map[string]string{"proc/sys/net/ipv4/conf/eth0.100/rp_filter": "1"}, report: func(r *status.Report) { r.Interface.Name = "eth0.100" },
+			want: "rp_filter is strict on eth0.100", fix: "net/ipv4/conf/eth0.100/rp_filter=2"},
 		{name: "strict, but loose for all", change: map[string]string{"proc/sys/net/ipv4/conf/eth0/rp_filter": "1", "proc/sys/net/ipv4/conf/all/rp_filter": "2"}},
 		{name: "firewalld", change: map[string]string{"run/firewalld.pid": "1"}, want: "firewalld runs", fix: "--add-source=fd00:10:5::/48 && firewall-cmd --permanent --add-port=8472/udp && firewall-cmd --reload"},
 		{name: "firewalld with host-gw", change: map[string]string{"run/firewalld.pid": "1"}, report: hostGW, want: "firewalld runs", fix: "--add-source=10.5.0.0/16 && firewall-cmd --permanent --zone=trusted --add-source=fd00:10:5::/48 && firewall-cmd --reload"},
