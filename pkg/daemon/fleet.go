@@ -141,21 +141,38 @@ func (f *fleet) decide(ctx context.Context) {
 	}
 }
 
+// forget ends the members whose networks were deleted, when nothing of these is left on this host. Otherwise a host would
+// list each network that has ever been there. Those of --networks are waited for.
+func (f *fleet) forget() {
+	f.members = slices.DeleteFunc(f.members, func(m *member) bool {
+		gone := f.listed && !m.has() && len(m.claimed) == 0 && m.net == nil && m.last == nil && !slices.Contains(f.cfg.Options.Networks, m.name)
+		if gone {
+			m.end()
+		}
+		return gone
+	})
+}
+
 // Run implements served.
 func (f *fleet) Run(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
-	started := 0
 	update := func(change func()) {
 		f.mu.Lock()
 		defer f.mu.Unlock()
 		change()
-		for _, m := range f.members[started:] {
-			started++
+		for _, m := range f.members {
+			if m.end != nil {
+				continue
+			}
+			running, end := context.WithCancel(ctx)
+			m.end = end
 			group.Go(func() error {
-				m.run(ctx)
+				defer end()
+				m.run(running)
 				return nil
 			})
 		}
+		f.forget()
 	}
 
 	update(func() {})

@@ -32,6 +32,7 @@ type member struct {
 	name     string
 	wake     wait.Signal // sent when something else may be wanted
 	progress *network.Progress
+	end      context.CancelFunc // ends run; nil before it begins
 
 	// The wish.
 	text     []byte        // the configuration in the store; nil before the first one, and after a deletion

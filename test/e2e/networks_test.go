@@ -58,6 +58,19 @@ func expectPhase(t *testing.T, l *lab.Lab, network, phase string) {
 	}
 }
 
+// expectForgotten waits until no host lists a network that was deleted.
+func expectForgotten(t *testing.T, l *lab.Lab, network string) {
+	t.Helper()
+	for _, h := range l.Hosts() {
+		eventually(t, network+" on "+h.Name(), func() error {
+			if n, listed := overviewOf(t, h)[network]; listed {
+				return fmt.Errorf("%+v, want it to be gone", n)
+			}
+			return nil
+		})
+	}
+}
+
 // addNetworkPods adds a pod of the network on every host, and returns the pods in the order of the hosts.
 func addNetworkPods(t *testing.T, l *lab.Lab, network string) []*lab.Pod {
 	t.Helper()
@@ -144,7 +157,7 @@ func TestNetworks(t *testing.T) {
 	putKey(t, s, networksRoot+"grey/config", `{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan","VNI":6}}`)
 	expectPhase(t, l, "grey", "refused")
 	removeKey(t, s, networksRoot+"green/config")
-	expectPhase(t, l, "green", "waiting for the network configuration")
+	expectForgotten(t, l, "green")
 	for _, h := range l.Hosts() {
 		eventually(t, "nothing of green is left on "+h.Name(), func() error {
 			if _, err := os.Stat(h.Path(lab.NetworkFile("green"))); !errors.Is(err, fs.ErrNotExist) {
@@ -552,7 +565,7 @@ func TestNetworkDeletedBeforeItHasASubnet(t *testing.T) {
 	removeKey(t, s, networksRoot+"green/config")
 	d := l.Host(1).Daemon()
 	expectLog(t, d, "network was deleted: its lease, devices, routes, rules and files are gone")
-	expectPhase(t, l, "green", "waiting for the network configuration")
+	expectForgotten(t, l, "green")
 	if log := d.Log(); strings.Contains(log, "network failed") {
 		t.Errorf("the daemon took the deletion for a failure:\n%s", log)
 	}
@@ -911,7 +924,7 @@ func TestNetworksOfACompactedStore(t *testing.T) {
 	}
 	putKey(t, s, config, "{}")
 	removeKey(t, s, config)
-	expectPhase(t, l, "red", "waiting for the network configuration")
+	expectForgotten(t, l, "red")
 	for _, h := range l.Hosts() {
 		eventually(t, "the device of the deleted network is gone", func() error {
 			out, err := h.Exec(testContext(t), "ip", "-br", "link", "show", "type", "vxlan")
