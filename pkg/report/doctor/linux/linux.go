@@ -119,13 +119,16 @@ func dump[T any](list func() ([]T, error)) (all []T, err error) {
 
 func addresses() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) }
 
-// routes returns the routes of one type, such as unix.RTN_UNICAST, of all tables.
-func routes(kind int) ([]netlink.Route, error) {
-	return dump(func() ([]netlink.Route, error) {
-		filter := &netlink.Route{Type: kind, Table: unix.RT_TABLE_UNSPEC}
-		return netlink.RouteListFiltered(netlink.FAMILY_ALL, filter, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
+// routes returns the routes of these types, such as unix.RTN_UNICAST, of all tables.
+func routes(kinds ...int) ([]netlink.Route, error) {
+	all, err := dump(func() ([]netlink.Route, error) {
+		return netlink.RouteListFiltered(netlink.FAMILY_ALL, &netlink.Route{Table: unix.RT_TABLE_UNSPEC}, netlink.RT_FILTER_TABLE)
 	})
+	return slices.DeleteFunc(all, func(r netlink.Route) bool { return !slices.Contains(kinds, r.Type) }), err
 }
+
+// refusing are the types of routes that drop or refuse packets.
+var refusing = []int{unix.RTN_BLACKHOLE, unix.RTN_UNREACHABLE, unix.RTN_PROHIBIT}
 
 // Ranges returns the ranges of addresses that this host reaches through routes of any table or its own
 // addresses, except for default routes, loopback, multicast and link-local addresses.
@@ -271,18 +274,13 @@ func rules() ([]doctor.Rule, error) {
 
 // refusals returns the routes of all tables that drop or refuse packets.
 func refusals() (all []doctor.Refusal, err error) {
-	for _, kind := range []int{unix.RTN_BLACKHOLE, unix.RTN_UNREACHABLE, unix.RTN_PROHIBIT} {
-		routes, err := routes(kind)
-		if err != nil {
-			return nil, err
-		}
-		for _, r := range routes {
-			if to, ok := toPrefix(r.Dst); ok {
-				all = append(all, doctor.Refusal{To: to, Table: r.Table})
-			}
+	found, err := routes(refusing...)
+	for _, r := range found {
+		if to, ok := toPrefix(r.Dst); ok {
+			all = append(all, doctor.Refusal{To: to, Table: r.Table})
 		}
 	}
-	return all, nil
+	return all, err
 }
 
 // part is the destination of a route that is longer than that of the subnet around it.
@@ -315,19 +313,13 @@ func partsOf(r status.Report) (parts []part, err error) {
 		return false
 	}
 
-	for _, kind := range []int{unix.RTN_UNICAST, unix.RTN_BLACKHOLE, unix.RTN_UNREACHABLE, unix.RTN_PROHIBIT} {
-		all, err := routes(kind)
-		if err != nil {
-			return parts, err
-		}
-		for _, route := range all {
-			to, ok := toPrefix(route.Dst)
-			if ok && len(parts) < mostParts && inside(to) {
-				parts = append(parts, part{to, kind != unix.RTN_UNICAST || route.Gw != nil})
-			}
+	all, err := routes(append(slices.Clone(refusing), unix.RTN_UNICAST)...)
+	for _, route := range all {
+		if to, ok := toPrefix(route.Dst); ok && len(parts) < mostParts && inside(to) {
+			parts = append(parts, part{to, route.Type != unix.RTN_UNICAST || route.Gw != nil})
 		}
 	}
-	return parts, nil
+	return parts, err
 }
 
 // somewhere returns an address for which the kernel takes the route to p.
