@@ -141,11 +141,12 @@ func (f *fleet) decide(ctx context.Context) {
 	}
 }
 
-// forget ends the members whose networks were deleted, when nothing of these is left on this host. Otherwise a host would
-// list each network that has ever been there. Those of --networks are waited for.
+// forget ends the members whose networks were deleted, when nothing of these is left on this host. Otherwise a host
+// would list each network that has ever been there. Those of --networks are waited for.
 func (f *fleet) forget() {
 	f.members = slices.DeleteFunc(f.members, func(m *member) bool {
-		gone := f.listed && !m.has() && len(m.claimed) == 0 && m.net == nil && m.last == nil && !slices.Contains(f.cfg.Options.Networks, m.name)
+		left := m.has() || len(m.claimed) > 0 || m.net != nil || m.last != nil
+		gone := f.listed && !left && !slices.Contains(f.cfg.Options.Networks, m.name)
 		if gone {
 			m.end()
 		}

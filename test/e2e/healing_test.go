@@ -818,9 +818,9 @@ func occupyVNI(t *testing.T, h *lab.Host) {
 	}
 }
 
-// TestUnfitInterface lowers the MTU of the external interface below what vxlan needs for IPv6. The host must not be ready,
-// but its session continues: it must serve a peer that comes later, repair its device, and follow a configuration that
-// works on the interface.
+// TestUnfitInterface lowers the MTU of the external interface below what vxlan needs for IPv6. The host must not be
+// ready, but its session continues: it must serve a peer that comes later, repair its device, and follow a
+// configuration that works on the interface.
 func TestUnfitInterface(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, `{"Type":"vxlan"}`)
@@ -829,7 +829,8 @@ func TestUnfitInterface(t *testing.T) {
 	p.run(t, "ip link set eth0 mtu 1300")
 	expectLog(t, d, "the changed external interface cannot be used yet")
 	eventually(t, "the host is not ready", func() error {
-		if status, body, _ := d.Get(testContext(t), "/readyz"); status != 503 || !strings.Contains(body, "external interface: the underlay MTU 1300") {
+		status, body, _ := d.Get(testContext(t), "/readyz")
+		if status != 503 || !strings.Contains(body, "external interface: the underlay MTU 1300") {
 			return fmt.Errorf("/readyz answers %d %q", status, body)
 		}
 		return nil

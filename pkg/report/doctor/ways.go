@@ -44,8 +44,8 @@ func (b Bridge) hasFamily(p netip.Prefix) bool {
 type Way struct {
 	Subnet netip.Prefix // of the peer
 	Back   bool         // the packet comes from the peer
-	// Part is the destination of a route to a part of the subnet of the peer or, with Back, of this host. The packet is one
-	// for that route. Part is zero if the packet is one for a usual pod.
+	// Part is the destination of a route to a part of the subnet of the peer or, with Back, of this host. The packet
+	// is one for that route. Part is zero if the packet is one for a usual pod.
 	Part     netip.Prefix
 	In       string // the device on which the packet arrives
 	From, To netip.Addr
@@ -297,7 +297,8 @@ func (h Facts) bridges(found finder) {
 	external := h.Report.Interface
 	for _, b := range h.Bridges {
 		if b.Down { // the kernel has also removed its routes, and its addresses of IPv6
-			found(cut("bridge", b.Name+" is down: its pods are not reached", "ip link set "+b.Name+" up, and look for the program that has set it down"))
+			found(cut("bridge", b.Name+" is down: its pods are not reached",
+				"ip link set "+b.Name+" up, and look for the program that has set it down"))
 			continue
 		}
 		for _, own := range h.Report.Lease.Subnets {

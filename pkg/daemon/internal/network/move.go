@@ -37,7 +37,10 @@ func (n *Network) follow(ctx context.Context, s *session) error {
 // has ended it starts another one, which continues with the state of the ended one and lasts until ctx ends.
 func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, error) {
 	now := n.last()
-	up := &uplink{now: now.Interface, later: make(chan underlay.Interface, 1), report: func(err error) { n.ready.report(partInterface, err) }}
+	up := &uplink{
+		now: now.Interface, later: make(chan underlay.Interface, 1),
+		report: func(err error) { n.ready.report(partInterface, err) },
+	}
 	options := n.underlayOptions(now.Config, now.PublicIPs)
 	attending, stop := context.WithCancel(ctx)
 	defer stop()
@@ -177,8 +180,9 @@ func (n *Network) moveTo(ctx context.Context, s *session, up *uplink, to underla
 	}
 }
 
-// accept makes to the interface of the next session, and reports whether the backend works on it. Otherwise, such as with a
-// small MTU, sessions stay on the one that they have: they serve peers, repair the kernel, and follow the configuration.
+// accept makes to the interface of the next session, and reports whether the backend works on it. Otherwise, such as
+// with a small MTU, sessions stay on the one that they have: they serve peers, repair the kernel, and follow the
+// configuration.
 func (n *Network) accept(ctx context.Context, s *session, up *uplink, to underlay.Interface) bool {
 	_, _, err := n.catalog.New(n.env(to, n.last().Config))
 	up.noteRefused(err)

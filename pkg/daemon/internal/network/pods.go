@@ -17,9 +17,10 @@ import (
 )
 
 const (
-	// lookPause is the least time between two looks at what the kernel does with packets of pods, and lookPauseMost the
-	// longest one. A look asks for two routes of each peer, and the kernel announces settings with each pod that starts. So
-	// the time after a look is lookShare times as long as the look, which takes half a second with 5,000 peers.
+	// lookPause is the least time between two looks at what the kernel does with packets of pods, and lookPauseMost
+	// the longest one. A look asks for two routes of each peer, and the kernel announces settings with each pod that
+	// starts. So the time after a look is lookShare times as long as the look, which takes half a second with 5,000
+	// peers.
 	lookPause, lookPauseMost = 10 * time.Second, time.Minute
 	lookShare                = 100
 	// settlePause is the time between an announcement and the look. A VPN that connects announces several.

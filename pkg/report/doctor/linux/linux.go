@@ -122,7 +122,8 @@ func addresses() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.
 // routes returns the routes of these types, such as unix.RTN_UNICAST, of all tables.
 func routes(kinds ...int) ([]netlink.Route, error) {
 	all, err := dump(func() ([]netlink.Route, error) {
-		return netlink.RouteListFiltered(netlink.FAMILY_ALL, &netlink.Route{Table: unix.RT_TABLE_UNSPEC}, netlink.RT_FILTER_TABLE)
+		filter := &netlink.Route{Table: unix.RT_TABLE_UNSPEC}
+		return netlink.RouteListFiltered(netlink.FAMILY_ALL, filter, netlink.RT_FILTER_TABLE)
 	})
 	return slices.DeleteFunc(all, func(r netlink.Route) bool { return !slices.Contains(kinds, r.Type) }), err
 }
@@ -330,8 +331,8 @@ func (p part) somewhere() netip.Addr {
 	return p.to.Addr().Next() // the first one may be a broadcast address
 }
 
-// ways asks the kernel what it does with packets between a pod of each bridge and a pod of each peer, and with those for
-// the parts of both subnets.
+// ways asks the kernel what it does with packets between a pod of each bridge and a pod of each peer, and with those
+// for the parts of both subnets.
 func ways(r status.Report, bridges []doctor.Bridge, parts []part) ([]doctor.Way, error) {
 	k, err := newAsker()
 	if err != nil {
@@ -361,7 +362,9 @@ func ways(r status.Report, bridges []doctor.Bridge, parts []part) ([]doctor.Way,
 }
 
 // askBetween asks about packets between a pod in the subnet own of this host, behind a bridge, and a subnet of a peer.
-func (k *asker) askBetween(bridge string, own netip.Prefix, pod netip.Addr, p status.Peer, s netip.Prefix, parts []part) error {
+func (k *asker) askBetween(
+	bridge string, own netip.Prefix, pod netip.Addr, p status.Peer, s netip.Prefix, parts []part,
+) error {
 	there := s.Addr().Next().Next() // the first address is that of the device, the second that of the bridge
 	out := doctor.Way{Subnet: s, In: bridge, From: pod, To: there}
 	route, err := k.ask(out)
@@ -405,7 +408,8 @@ func arrival(out string, own []doctor.Route) string {
 	return own[0].Dev
 }
 
-// asker asks the kernel for routes. It has one socket and remembers devices, because a host may have thousands of peers.
+// asker asks the kernel for routes. It has one socket and remembers devices, because a host may have thousands of
+// peers.
 type asker struct {
 	handle  *netlink.Handle
 	names   map[int]string
@@ -434,8 +438,8 @@ func (k *asker) ask(w doctor.Way) (doctor.Route, error) {
 	}
 
 	var err error
-	from := net.IP(w.From.AsSlice())
-	if w.Route, err = k.lookUp(w.To, &netlink.RouteGetOptions{IifIndex: in, SrcAddr: from}); err == nil && w.Route.Err != nil {
+	w.Route, err = k.lookUp(w.To, &netlink.RouteGetOptions{IifIndex: in, SrcAddr: net.IP(w.From.AsSlice())})
+	if err == nil && w.Route.Err != nil {
 		w.Sent, err = k.lookUp(w.To, nil)
 	}
 	k.ways = append(k.ways, w)
