@@ -42,7 +42,6 @@ func (n *Network) watchPods(ctx context.Context) {
 		}
 	})
 
-	warn := warner(n.store)
 	var before string
 	looked := false // while there was a session
 	for {
@@ -71,9 +70,7 @@ func (n *Network) watchPods(ctx context.Context) {
 		default:
 			log.Error(errors.New(problem), "pods are cut off: see flannelctl doctor")
 			n.ready.report(partPods, errors.New(problem))
-			if warn != nil {
-				warn("FlannelPodsCutOff", problem)
-			}
+			n.store.Warn("FlannelPodsCutOff", problem)
 		}
 
 		before = problem

@@ -42,7 +42,7 @@ func (n *Network) openStore(ctx context.Context, one func(etcd.Config) (Store, e
 		n.store = nil // and not a nil pointer
 		return err
 	}
-	n.config.warn = warner(n.store)
+	n.config.warn = n.store.Warn
 	return nil
 }
 
@@ -96,6 +96,3 @@ func (n *Network) kubeConfig() kube.Config {
 	}
 	return c
 }
-
-// warner returns the function with which the store tells operators of a problem.
-func warner(m Store) func(reason, message string) { return m.Warn }
