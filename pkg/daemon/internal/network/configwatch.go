@@ -26,7 +26,7 @@ var ErrConfigChanged = errors.New("the network configuration has changed")
 type configWatch struct {
 	follow   bool                                     // the network changes to a valid configuration while it runs
 	validate func(text []byte) (subnet.Config, error) // the result has all warnings, including those of the backend
-	warn     func(reason, message string)             // tells operators of a refused configuration; nil if the store cannot
+	warn     func(reason, message string)             // tells operators of a refused configuration; nil until the store is open
 
 	mu      sync.Mutex
 	used    *subnet.Config // nil before the first one
