@@ -34,6 +34,8 @@ type leaseCache struct {
 	// confirmed yet. It is zero in all other caches.
 	marked         int64
 	configRevision int64 // revision up to which the configuration is known
+	// logged has the entries of the last watch, which has logged those that cannot be read.
+	logged map[string]*entry
 	// auditAt is when to audit a cache that was restored from the last known state. It is zero if all entries were
 	// read in this run, or an audit has compared them.
 	auditAt time.Time
@@ -84,7 +86,7 @@ func lastKnown(l subnet.Lease) *entry {
 func (c *leaseCache) successor(l listing, is comparison) *leaseCache {
 	wentBack := c.store.ID == l.store.ID && l.store.Revision < c.store.Revision
 	return &leaseCache{
-		entries: byKey(l.entries), store: l.store, read: time.Now(), gracePeriod: c.gracePeriod,
+		entries: byKey(l.entries), store: l.store, read: time.Now(), logged: c.logged, gracePeriod: c.gracePeriod,
 		another: c.another || is == another || wentBack || !c.mayPrecede(l),
 	}
 }

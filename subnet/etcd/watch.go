@@ -16,9 +16,14 @@ import (
 // Watch publishes the leases of other nodes. See subnet.Manager.
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	cache := m.cache.Swap(&leaseCache{}).clone()
-	defer func() { m.cache.Store(cache) }()
-
 	published := false // sink has got the leases of the cache
+	defer func() {
+		if published {
+			cache.logged = cache.entries
+		}
+		m.cache.Store(cache)
+	}()
+
 	return m.retry(ctx, sourceWatch, func() error {
 		next, err := m.resume(ctx, cache, published, sink)
 		if next != nil {
@@ -82,13 +87,14 @@ func (m *Manager) resume(
 
 	next.contact(time.Now(), m.cfg.margin(m.cfg.TTL), m.timing.gracePeriod)
 	if !published || next != cache {
-		var logged map[string]*entry
+		logged := cache.logged
 		if published {
 			logged = cache.entries
 		}
 		for key, e := range next.entries {
 			m.logUndecodable(ctx, logged[key], e)
 		}
+		next.logged = nil
 
 		m.client.hosts.Store(next.count())
 		sink(next.update(m.self.Load(), nil))

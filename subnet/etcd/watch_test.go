@@ -602,3 +602,26 @@ func TestNextWatchWaitsForItsTurn(t *testing.T) {
 		t.Errorf("%d updates before the turn of this host, want none", n)
 	}
 }
+
+// TestGarbageIsLoggedOnceInSeveralWatches ends a watch, and starts another one, as a change of the configuration does.
+// A lease that cannot be read must not be logged again, and if it can be read by then, that must be logged.
+func TestGarbageIsLoggedOnceInSeveralWatches(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	m := f.manager(t)
+	ctx, book := withLog(t.Context())
+	watch := func() {
+		ctx, cancel := context.WithCancel(ctx)
+		_ = m.Watch(ctx, func(subnet.Update) { cancel() })
+	}
+	for _, key := range []string{"subnets/10.5.1.0-24", "subnets/10.5.2.0-24"} {
+		f.put(t, key, "{")
+	}
+	watch()
+	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"))
+	watch()
+	watch()
+	waittest.Until(t, patience, "three lines", func() bool { return len(book.lines()) >= 3 })
+	if got := book.lines(); len(got) != 3 {
+		t.Errorf("got %d lines, want one for each of two leases and one for the lease that can be read:\n%s", len(got), strings.Join(got, "\n"))
+	}
+}
