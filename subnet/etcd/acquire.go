@@ -118,7 +118,7 @@ func (m *Manager) acquireFrom(ctx context.Context, l listing, pools []subnet.Poo
 		return m.create(ctx, own, l.store.Revision, p.stale)
 	}
 
-	return m.refresh(ctx, *p.keep, own, p.stale)
+	return m.refresh(ctx, p.keep, own, p.stale)
 }
 
 // previous returns the subnets that the node had before, best first: those of c, then
@@ -147,7 +147,7 @@ func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Clai
 	if err != nil {
 		return false, fmt.Errorf("read this host's lease: %w", err)
 	}
-	if found == nil || !m.isOwn(*found) {
+	if found == nil || !m.isOwn(found) {
 		return false, nil
 	}
 
@@ -155,5 +155,5 @@ func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Clai
 	if err != nil {
 		return false, err
 	}
-	return true, m.refresh(ctx, *found, own, nil)
+	return true, m.refresh(ctx, found, own, nil)
 }

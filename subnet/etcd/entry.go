@@ -42,7 +42,7 @@ func (e *entry) is(modRevision int64, lease clientv3.LeaseID) bool {
 
 // listing contains all leases at one revision, sorted by key.
 type listing struct {
-	entries []entry
+	entries []*entry
 	store   subnet.StoreID
 }
 

@@ -35,7 +35,7 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 		if ev.Kv.ModRevision <= known {
 			continue
 		}
-		e := new(m.entry(ev.Kv))
+		e := m.entry(ev.Kv)
 		changed = append(changed, e.key)
 		if ev.Type == mvccpb.DELETE {
 			delete(cache.entries, e.key)

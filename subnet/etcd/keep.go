@@ -64,10 +64,10 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (own ownLease, che
 		return own, 0, fmt.Errorf("read this host's lease: %w", err)
 	}
 	if found != nil {
-		if err := m.yieldIfOlder(ctx, *found); err != nil {
+		if err := m.yieldIfOlder(ctx, found); err != nil {
 			return own, 0, err
 		}
-		m.recognize(ctx, *found)
+		m.recognize(ctx, found)
 	}
 	if own, err = m.ownOr(l); err != nil {
 		return own, 0, err
@@ -81,13 +81,13 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (own ownLease, che
 		}
 		logger.Info("this host's lease was gone, taken again")
 		return m.own, 0, nil
-	case m.isOwn(*found) && (own.grant.id == 0 || m.untilRenewal(own.grant) > 0):
+	case m.isOwn(found) && (own.grant.id == 0 || m.untilRenewal(own.grant) > 0):
 		return m.own, checked, nil
-	case m.relationTo(own.claim, nil, nil)(*found) == foreign && identity(found.lease.Claim()).IsValid():
-		return own, 0, lost(own.key, *found)
+	case m.relationTo(own.claim, nil, nil)(found) == foreign && identity(found.lease.Claim()).IsValid():
+		return own, 0, lost(own.key, found)
 	}
 
-	err = m.asPermitted(ctx, func(*rights) error { return m.refresh(ctx, *found, own, nil) })
+	err = m.asPermitted(ctx, func(*rights) error { return m.refresh(ctx, found, own, nil) })
 	if err != nil {
 		return own, 0, fmt.Errorf("renew this host's lease: %w", err)
 	}
@@ -102,7 +102,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (own ownLease, che
 // compared the key with those of other nodes. If another node was first, yieldIfOlder deletes this
 // host's key and returns errConflict. It returns nil if found is a reservation or belongs to another
 // node, or if it was compared before.
-func (m *Manager) yieldIfOlder(ctx context.Context, found entry) error {
+func (m *Manager) yieldIfOlder(ctx context.Context, found *entry) error {
 	if found.key != m.own.key || found.createRevision == m.own.create || found.leaseID == 0 {
 		return nil
 	}
@@ -149,7 +149,7 @@ func ownerOf(l subnet.Lease) string {
 	return "an owner that cannot be read"
 }
 
-func lost(key string, by entry) error {
+func lost(key string, by *entry) error {
 	who := ownerOf(by.lease)
 	if by.key != key {
 		who += ", as part of " + subnet.Shorten(by.key)
@@ -171,7 +171,7 @@ func (m *Manager) recreate(ctx context.Context, own ownLease, may *rights) error
 	if err != nil {
 		return fmt.Errorf("own key: %w", err)
 	}
-	var stale []entry
+	var stale []*entry
 	relationOf := m.relationTo(own.claim, may, nil)
 	for _, e := range l.entries {
 		is := relationOf(e)

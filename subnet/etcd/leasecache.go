@@ -98,20 +98,18 @@ func (c *leaseCache) clone() *leaseCache {
 	return copied
 }
 
-func byKey(entries []entry) map[string]*entry {
+func byKey(entries []*entry) map[string]*entry {
 	all := make(map[string]*entry, len(entries))
-	for i := range entries {
-		all[entries[i].key] = &entries[i]
+	for _, e := range entries {
+		all[e.key] = e
 	}
 	return all
 }
 
-// listing returns the leases in the cache.
+// listing returns the leases in the cache, in any order.
 func (c *leaseCache) listing() listing {
-	l := listing{store: c.store, entries: make([]entry, 0, len(c.entries))}
-	for _, key := range slices.Sorted(maps.Keys(c.entries)) {
-		l.entries = append(l.entries, *c.entries[key])
-	}
+	l := listing{store: c.store, entries: make([]*entry, 0, len(c.entries))}
+	l.entries = slices.AppendSeq(l.entries, maps.Values(c.entries))
 	return l
 }
 
@@ -137,12 +135,12 @@ func (c *leaseCache) newest() (last *entry) {
 // may not go back to that one.
 func (c *leaseCache) mayPrecede(l listing) bool {
 	if c.marked != 0 {
-		return len(c.entries) == 0 || slices.ContainsFunc(l.entries, func(e entry) bool {
+		return len(c.entries) == 0 || slices.ContainsFunc(l.entries, func(e *entry) bool {
 			known := c.entries[e.key]
 			return known != nil && known.createRevision == e.createRevision
 		})
 	}
-	return !slices.ContainsFunc(l.entries, func(e entry) bool {
+	return !slices.ContainsFunc(l.entries, func(e *entry) bool {
 		known := c.entries[e.key]
 		return e.modRevision <= c.store.Revision && (known == nil || !known.is(e.modRevision, e.leaseID))
 	})

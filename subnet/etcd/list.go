@@ -27,8 +27,8 @@ func (m *Manager) keyOf(kv *mvccpb.KeyValue) string {
 	return string(bytes.TrimPrefix(kv.Key, []byte(m.dir)))
 }
 
-func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
-	e := entry{
+func (m *Manager) entry(kv *mvccpb.KeyValue) *entry {
+	e := &entry{
 		key:            m.keyOf(kv),
 		sum:            maphash.Bytes(seed, kv.Value),
 		createRevision: kv.CreateRevision,
@@ -80,7 +80,7 @@ func (m *Manager) listAt(ctx context.Context, revision int64) (listing, error) {
 			return listing{}, fmt.Errorf("list leases: %w", err)
 		}
 		if l.entries == nil {
-			l = listing{entries: make([]entry, 0, page.Count), store: storeID(page.Header)}
+			l = listing{entries: make([]*entry, 0, page.Count), store: storeID(page.Header)}
 			if revision != 0 {
 				l.store.Revision = revision
 			}
@@ -93,7 +93,7 @@ func (m *Manager) listAt(ctx context.Context, revision int64) (listing, error) {
 		}
 
 		first := len(l.entries)
-		l.entries = append(l.entries, make([]entry, len(page.Kvs))...)
+		l.entries = append(l.entries, make([]*entry, len(page.Kvs))...)
 		entries := l.entries[first:]
 		decoding.Go(func() {
 			parallel.For(len(entries), func(i int) { entries[i] = m.entry(page.Kvs[i]) })
@@ -124,8 +124,7 @@ func (m *Manager) read(ctx context.Context, key string, options ...clientv3.OpOp
 		return nil, 0, err
 	}
 	for _, kv := range resp.Kvs {
-		e := m.entry(kv)
-		found = &e
+		found = m.entry(kv)
 	}
 	return found, resp.Header.Revision, nil
 }

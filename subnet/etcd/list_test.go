@@ -79,7 +79,7 @@ func TestListAtOneRevision(t *testing.T) {
 		t.Fatal(err)
 	}
 	has := func(key string) bool {
-		return slices.ContainsFunc(l.entries, func(e entry) bool { return e.key == key })
+		return slices.ContainsFunc(l.entries, func(e *entry) bool { return e.key == key })
 	}
 	if n := len(l.entries); n != 2*pageSize || !has(last) || has(added) {
 		t.Errorf("%d leases are listed, the deleted one: %v, the added one: %v; want %d, true, false", n, has(last), has(added), 2*pageSize)

@@ -61,10 +61,10 @@ func (o ownLease) exists() bool { return o.key != "" }
 // isNewerThan reports whether e was created before this host's lease. The result is also right for an
 // entry of a restored backup, because it has a lower revision than an own lease that was created
 // after the backup.
-func (o ownLease) isNewerThan(e entry) bool { return e.createRevision < o.create }
+func (o ownLease) isNewerThan(e *entry) bool { return e.createRevision < o.create }
 
 // leaves reports whether a write of o leaves the key, value and etcd lease of e.
-func (o ownLease) leaves(e entry) bool {
+func (o ownLease) leaves(e *entry) bool {
 	return o.key == e.key && o.grant.id == e.leaseID && o.sum() == e.sum
 }
 
@@ -73,7 +73,7 @@ func (o ownLease) sum() uint64 { return maphash.Bytes(seed, o.value) }
 
 // reservedBy reports whether e is a reservation of the subnets of o. It ignores a family that only
 // one of the two has, because IPv6 may have been enabled or disabled after the reservation.
-func (o ownLease) reservedBy(e entry) bool {
+func (o ownLease) reservedBy(e *entry) bool {
 	same := 0
 	for _, own := range o.claim.Endpoints {
 		if slices.Contains(e.subnets, own.Subnet) {

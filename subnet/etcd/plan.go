@@ -3,6 +3,7 @@
 package etcd
 
 import (
+	"cmp"
 	"net/netip"
 	"slices"
 
@@ -13,7 +14,7 @@ import (
 type plan struct {
 	keep      *entry         // this host's lease to continue with; nil: take subnets
 	subnets   []netip.Prefix // the subnets to take; only if keep is nil
-	stale     []entry        // other own leases and reservations, which the transaction that writes the lease deletes
+	stale     []*entry       // other own leases and reservations, which the transaction that writes the lease deletes
 	duplicate string         // key of the first other lease that has this host's address and stays; empty: none
 	other     bool           // the node takes subnets although a usable lease has its address
 }
@@ -24,21 +25,27 @@ type plan struct {
 // of another subnet does not come before the subnet that the node has. Other leases that this host
 // has written are stale: they come from a configuration that was superseded. choose returns
 // subnet.ErrNoSubnets, wrapped, if no subnet is free, and errForbidden if may permits none that is.
-func choose(pools []subnet.Pool, wanted, former []netip.Prefix, running ownLease, relationOf func(entry) relation, may *rights, entries []entry) (plan, error) {
-	ours := func(e entry) bool { return relationOf(e) != foreign }
+func choose(pools []subnet.Pool, wanted, former []netip.Prefix, running ownLease, relationOf func(*entry) relation, may *rights, entries []*entry) (plan, error) {
+	ours := func(e *entry) bool { return relationOf(e) != foreign }
 	var p plan
-	var mine []*entry
+	var own, mine []*entry
 	taken := make([]netip.Prefix, 0, len(entries))
-	for i, e := range entries {
-		switch {
-		case !ours(e):
-		case fits(pools, e.subnets) && !overlapsOlder(e, ours, entries):
-			mine = append(mine, &entries[i])
-		default:
-			p.stale = append(p.stale, e)
-			continue
+	for _, e := range entries {
+		if ours(e) {
+			own = append(own, e)
+		} else {
+			taken = append(taken, e.subnets...)
 		}
-		taken = append(taken, e.subnets...)
+	}
+
+	slices.SortFunc(own, func(x, y *entry) int { return cmp.Compare(x.key, y.key) })
+	for _, e := range own {
+		if fits(pools, e.subnets) && !overlapsOlder(e, ours, entries) {
+			mine = append(mine, e)
+			taken = append(taken, e.subnets...)
+		} else {
+			p.stale = append(p.stale, e)
+		}
 	}
 
 	p.keep = leaseToKeep(pools, wanted, running.exists(), taken, mine)
@@ -62,14 +69,14 @@ func choose(pools []subnet.Pool, wanted, former []netip.Prefix, running ownLease
 	} else {
 		// An unusable reservation belongs to the operator and stays, because no new key takes its
 		// place. While the node runs, unusable leases that it has not written stay too.
-		p.stale = slices.DeleteFunc(p.stale, func(e entry) bool { return !e.leased() || running.exists() && relationOf(e) != proven })
+		p.stale = slices.DeleteFunc(p.stale, func(e *entry) bool { return !e.leased() || running.exists() && relationOf(e) != proven })
 	}
 
 	for _, e := range mine {
 		switch {
 		case e == p.keep:
-		case e.leased() && relationOf(*e) == proven, p.outdated(*e, running):
-			p.stale = append(p.stale, *e)
+		case e.leased() && relationOf(e) == proven, p.outdated(e, running):
+			p.stale = append(p.stale, e)
 		case p.duplicate == "":
 			p.duplicate = e.key
 		}
@@ -107,7 +114,7 @@ func leaseToKeep(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken
 // runs, a lease is outdated only if the node takes subnets again and the lease is older than this
 // host's lease was. A newer lease may belong to another host with the same address, and two hosts must
 // not delete each other's lease again and again.
-func (p plan) outdated(e entry, running ownLease) bool {
+func (p plan) outdated(e *entry, running ownLease) bool {
 	switch {
 	case !e.leased():
 		return false
@@ -122,8 +129,8 @@ func (p plan) outdated(e entry, running ownLease) bool {
 // overlapsOlder reports whether an older lease or reservation of another node has one of e's
 // subnets. A key names the subnets of both families, so two nodes that choose the same IPv4 subnet
 // and different IPv6 subnets write different keys.
-func overlapsOlder(e entry, ours func(entry) bool, entries []entry) bool {
-	return slices.ContainsFunc(entries, func(other entry) bool {
+func overlapsOlder(e *entry, ours func(*entry) bool, entries []*entry) bool {
+	return slices.ContainsFunc(entries, func(other *entry) bool {
 		return other.createRevision < e.createRevision && other.err == nil && !ours(other) &&
 			slices.ContainsFunc(other.subnets, func(s netip.Prefix) bool { return slices.Contains(e.subnets, s) })
 	})

@@ -5,7 +5,6 @@ package etcd
 import (
 	"context"
 	"net/netip"
-	"slices"
 
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -32,9 +31,14 @@ func (m *Manager) recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	}
 	before := m.previous(own)
 	if !identity(own).IsValid() {
-		had := func(e entry) bool { return e.err == nil && overlap(e.subnets, before) }
-		if i := slices.IndexFunc(l.entries, had); i >= 0 {
-			return l.entries[i].lease.Claim(), nil
+		had := func(e *entry) relation {
+			if e.err == nil && overlap(e.subnets, before) {
+				return likely
+			}
+			return foreign
+		}
+		if found := recalled(l.entries, had, before); found != nil {
+			return found.lease.Claim(), nil
 		}
 		return subnet.Claim{}, nil
 	}
@@ -46,7 +50,7 @@ func (m *Manager) recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	relationOf := m.relationTo(own, nil, others)
 	found := recalled(l.entries, relationOf, before)
 	var may *rights
-	if found != nil && relationOf(*found) == likely {
+	if found != nil && relationOf(found) == likely {
 		// The data of another host, such as its VTEP MAC, would make peers refuse this one.
 		if may, err = m.rights(ctx); err == nil {
 			relationOf = m.relationTo(own, may, others)
@@ -69,18 +73,18 @@ func (m *Manager) recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 
 // recalled returns this host's entry to continue with, or nil if there is none: one that this host has
 // written rather than another, then one that overlaps before, the subnets that the node had, and
-// then the first one.
-func recalled(entries []entry, relationOf func(entry) relation, before []netip.Prefix) *entry {
+// then the one with the first key.
+func recalled(entries []*entry, relationOf func(*entry) relation, before []netip.Prefix) *entry {
 	var found *entry
 	best := 0
-	for i, e := range entries {
+	for _, e := range entries {
 		rank := 2 * int(relationOf(e))
 		if rank > 0 && overlap(e.subnets, before) {
 			rank++
 		}
-		if rank > best {
+		if rank > best || rank > 0 && rank == best && e.key < found.key {
 			best = rank
-			found = &entries[i]
+			found = e
 		}
 	}
 	return found

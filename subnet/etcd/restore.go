@@ -139,7 +139,7 @@ func (m *Manager) compare(ctx context.Context, cache *leaseCache) (
 	for _, r := range resp.Responses[1:] {
 		for _, kv := range r.GetResponseRange().Kvs {
 			e := m.entry(kv)
-			entries[e.key] = &e
+			entries[e.key] = e
 			has = has || e.key == last.key && e.is(last.modRevision, last.leaseID)
 		}
 	}
@@ -169,7 +169,7 @@ func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
 	cache.store = storeID(resp.Header)
 	for _, kv := range resp.Responses[0].GetResponseRange().Kvs {
 		e := m.entry(kv)
-		cache.entries[e.key] = &e
+		cache.entries[e.key] = e
 	}
 	if cache.count() == resp.Responses[1].GetResponseRange().Count {
 		return nil

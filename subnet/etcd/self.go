@@ -12,7 +12,6 @@ import (
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
-	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
@@ -55,9 +54,9 @@ func (m *Manager) Resumed(own subnet.Lease) {
 
 // isResumed reports whether e is the lease that was passed to Resumed: it has the same key,
 // creation revision and public address. Its other data may have changed.
-func (m *Manager) isResumed(e entry) bool {
+func (m *Manager) isResumed(e *entry) bool {
 	l := m.resumed.Load()
-	return l != nil && e.err == nil && e.key == l.Key && uint64(e.createRevision) == l.Order && samePublicIP(e.lease, l.Claim())
+	return l != nil && e.err == nil && e.key == l.Key && uint64(e.createRevision) == l.Order && samePublicIP(e.lease.Endpoints, l.Endpoints)
 }
 
 // lastGrant returns the id of the etcd lease that a new key of this host uses, if it still exists.
@@ -83,18 +82,18 @@ const (
 // relationTo returns a function that returns the relation of an entry to this host, which wants to
 // publish c. Another host can put the address of this one into its own lease. So an entry is foreign
 // if may does not permit to write its key, or if its key is one of others: see the method others.
-func (m *Manager) relationTo(c subnet.Claim, may *rights, others []string) func(entry) relation {
+func (m *Manager) relationTo(c subnet.Claim, may *rights, others []string) func(*entry) relation {
 	var identities []string
 	if m.resumed.Load() != nil {
 		identities = codec.Identities(c.Endpoints)
 	}
-	return func(e entry) relation {
+	return func(e *entry) relation {
 		switch {
 		case !may.permits(e.key), slices.Contains(others, e.key):
 			return foreign
-		case m.self.Load().granted(&e), m.isOwn(e), m.isResumed(e):
+		case m.self.Load().granted(e), m.isOwn(e), m.isResumed(e):
 			return proven
-		case e.err == nil && (samePublicIP(e.lease, c) || codec.HasIdentity(e.lease.Endpoints, identities)):
+		case e.err == nil && (samePublicIP(e.lease.Endpoints, c.Endpoints) || codec.HasIdentity(e.lease.Endpoints, identities)):
 			return likely
 		}
 		return foreign
@@ -116,7 +115,7 @@ func (m *Manager) relationTo(c subnet.Claim, may *rights, others []string) func(
 // subnet that this host had, or a lease whose history was compacted. Every host can write leases with the
 // address of this one, so others reads the first value only of the oldest ones, and counts the rest as those
 // of other hosts.
-func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []entry) (keys []string, err error) {
+func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []*entry) (keys []string, err error) {
 	relationOf := m.relationTo(c, nil, nil)
 	var known []string
 	if own := m.resumed.Load(); own != nil {
@@ -124,7 +123,7 @@ func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []entry) (
 	}
 
 	ours := slices.Concat(known, codec.Identities(c.Endpoints))
-	var doubtful []entry
+	var doubtful []*entry
 
 	for _, e := range entries {
 		switch {
@@ -136,7 +135,7 @@ func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []entry) (
 		}
 	}
 
-	slices.SortFunc(doubtful, func(x, y entry) int { return cmp.Compare(x.createRevision, y.createRevision) })
+	slices.SortFunc(doubtful, func(x, y *entry) int { return cmp.Compare(x.createRevision, y.createRevision) })
 	for i, e := range doubtful {
 		if i >= mostFirstValues {
 			keys = append(keys, e.key)
@@ -148,7 +147,7 @@ func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []entry) (
 		case errors.Is(err, rpctypes.ErrCompacted), errors.Is(err, rpctypes.ErrFutureRev): // the store does not know any more
 		case err != nil:
 			return nil, fmt.Errorf("read the first value of %s: %w", e.key, err)
-		case created != nil && created.err == nil && !samePublicIP(created.lease, c):
+		case created != nil && created.err == nil && !samePublicIP(created.lease.Endpoints, c.Endpoints):
 			keys = append(keys, e.key)
 		}
 	}
@@ -158,14 +157,15 @@ func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []entry) (
 // mostFirstValues is the largest number of leases of which others reads the first value.
 const mostFirstValues = 8
 
-// samePublicIP reports whether l has the public address of c in the first family in which both have
-// one. Hosts behind one NAT may have the same address in the second family.
-func samePublicIP(l subnet.Lease, c subnet.Claim) bool {
-	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		have, _ := l.Endpoint(f)
-		want, _ := c.Endpoint(f)
-		if isAddress(have.PublicIP) && isAddress(want.PublicIP) {
-			return have.PublicIP == want.PublicIP
+// samePublicIP reports whether two lists of endpoints have the same public address in the first family in which both
+// have one. Hosts behind one NAT may have the same address in the second family.
+func samePublicIP(have, want []subnet.Endpoint) bool {
+	for i := range have { // by index: a start compares thousands of leases
+		a := have[i].PublicIP
+		for j := range want {
+			if b := want[j].PublicIP; a.Is4() == b.Is4() && isAddress(a) && isAddress(b) {
+				return a == b
+			}
 		}
 	}
 	return false

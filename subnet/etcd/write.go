@@ -21,7 +21,7 @@ import (
 // the new key becomes a reservation too. Otherwise it gets the etcd lease of this host. since is the
 // revision of the listing in which the subnets were free. create returns errConflict if another
 // client was faster.
-func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale []entry) error {
+func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale []*entry) error {
 	if !slices.ContainsFunc(stale, own.reservedBy) {
 		var err error
 		if own.grant, err = m.grantFor(ctx, m.lastGrant()); err != nil {
@@ -55,17 +55,17 @@ func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale [
 //
 // since is the revision of the listing in which the subnets were free, or zero to compare with all
 // leases. If yieldToOlder cannot read the store, the next attempt finds the key and decides again.
-func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64, stale []entry) error {
+func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64, stale []*entry) error {
 	l, err := m.createdSince(ctx, own, since)
 	if err != nil {
 		return err
 	}
-	i := slices.IndexFunc(l, func(e entry) bool { return e.key == own.key && e.modRevision == own.revision })
+	i := slices.IndexFunc(l, func(e *entry) bool { return e.key == own.key && e.modRevision == own.revision })
 	if i < 0 {
 		return errConflict
 	}
 
-	mine := func(e entry) bool { return e.key == own.key }
+	mine := func(e *entry) bool { return e.key == own.key }
 	if !overlapsOlder(l[i], mine, l) {
 		return nil
 	}
@@ -83,7 +83,7 @@ func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64, s
 // createdSince returns the leases that were created after revision since and may share a subnet
 // with own, including this host's lease as the store has it now. If own has only an IPv4 subnet,
 // createdSince reads only keys with that subnet, otherwise all leases created since then.
-func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) ([]entry, error) {
+func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) ([]*entry, error) {
 	from := m.dir
 	end := clientv3.GetPrefixRangeEnd(m.dir)
 	if len(own.claim.Endpoints) == 1 && own.claim.Endpoints[0].Family() == prefix.IPv4 {
@@ -97,7 +97,7 @@ func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) (
 	if err != nil {
 		return nil, fmt.Errorf("look for leases of the same subnet: %w", err)
 	}
-	found := make([]entry, len(resp.Kvs))
+	found := make([]*entry, len(resp.Kvs))
 	for i, kv := range resp.Kvs {
 		found[i] = m.entry(kv)
 	}
@@ -109,7 +109,7 @@ func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) (
 // key only if its value or its etcd lease changes, if a write is unanswered, or if there are stale keys,
 // which the same transaction deletes. A key without an etcd lease is a reservation and stays one. refresh
 // returns errConflict if one of the keys has changed.
-func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []entry) error {
+func (m *Manager) refresh(ctx context.Context, e *entry, own ownLease, stale []*entry) error {
 	own.create = e.createRevision
 	own.revision = e.modRevision
 	own.grant = grant{}
@@ -142,7 +142,7 @@ func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []en
 // write returns the new revision, or errConflict if one of these conditions is false. After any
 // other error, the store may have executed the transaction, so write adds own to m.unanswered. Only
 // a refusal for lack of permission proves that it has not.
-func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale []entry) (int64, error) {
+func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale []*entry) (int64, error) {
 	key := m.dir + own.key
 	conditions := unchanged(key, revision)
 	ops := []clientv3.Op{clientv3.OpPut(key, string(own.value), clientv3.WithLease(own.grant.id))}
@@ -170,13 +170,13 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 }
 
 func (m *Manager) noteUnanswered(own ownLease) {
-	written := entry{key: own.key, leaseID: own.grant.id, sum: own.sum()}
+	written := &entry{key: own.key, leaseID: own.grant.id, sum: own.sum()}
 	if m.attempt(written) < 0 {
 		m.unanswered = append(m.unanswered, own)
 	}
 }
 
-func logDeleted(ctx context.Context, stale []entry, own ownLease) {
+func logDeleted(ctx context.Context, stale []*entry, own ownLease) {
 	for _, e := range stale {
 		if e.leased() {
 			klog.FromContext(ctx).Info("another lease of this node was deleted", "lease", e.key, "kept", own.key)
@@ -188,18 +188,18 @@ func logDeleted(ctx context.Context, stale []entry, own ownLease) {
 
 // isOwn reports whether e is what this manager last wrote to its key. A comparison of the revision
 // alone is not sufficient, because revisions start again in a store that was emptied.
-func (m *Manager) isOwn(e entry) bool {
+func (m *Manager) isOwn(e *entry) bool {
 	return e.key == m.own.key && e.modRevision == m.own.revision && e.createRevision == m.own.create && e.leaseID == m.own.grant.id
 }
 
 // attempt returns the index in m.unanswered of the write that has led to e, or -1 if there is none.
 // A write of another node has another etcd lease or, if it is a reservation, another value.
-func (m *Manager) attempt(e entry) int {
+func (m *Manager) attempt(e *entry) int {
 	return slices.IndexFunc(m.unanswered, func(w ownLease) bool { return w.leaves(e) })
 }
 
 // recognize makes e this host's lease if it is the result of an unanswered write of this manager.
-func (m *Manager) recognize(ctx context.Context, e entry) {
+func (m *Manager) recognize(ctx context.Context, e *entry) {
 	if i := m.attempt(e); i >= 0 {
 		own := m.unanswered[i]
 		own.create = e.createRevision
@@ -211,7 +211,7 @@ func (m *Manager) recognize(ctx context.Context, e entry) {
 // remember records own, which the store has, as this host's lease, calls OnLease, and forgets the
 // unanswered writes. Then it revokes the etcd leases that this host's lease had before and that the keys
 // in replaced had, unless own or a key in the store uses them.
-func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry) {
+func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...*entry) {
 	unused := []clientv3.LeaseID{m.own.grant.id}
 	for _, e := range replaced {
 		unused = append(unused, e.leaseID)
