@@ -511,7 +511,7 @@ COMMIT
 				}
 			},
 			doctor: iptables + "-nft drops forwarded packets of pods from cni0 to " + f.dev, check: "forwarding",
-			status: iptables + "-nft drops forwarded packets of pods from cni0 to " + f.dev, noPod: true,
+			status: iptables + "-nft drops", noPod: true,
 			also: []string{f.family.String() + " is not forwarded"},
 		},
 	}
