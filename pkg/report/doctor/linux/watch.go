@@ -6,8 +6,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 
-	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 )
 
@@ -15,22 +15,33 @@ import (
 // forwarding and the reverse-path filter. Policies of IPsec have announcements of another kind, which it leaves out. It
 // returns nil when ctx ends.
 func Watch(ctx context.Context, changed func()) error {
-	socket, err := nl.Subscribe(unix.NETLINK_ROUTE,
-		unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV6_RULE, unix.RTNLGRP_IPV4_NETCONF, unix.RTNLGRP_IPV6_NETCONF)
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
 	if err != nil {
-		return fmt.Errorf("subscribe to netlink: %w", err)
+		return fmt.Errorf("open a netlink socket: %w", err)
 	}
+	socket := os.NewFile(uintptr(fd), "netlink")
 	defer socket.Close()
-	defer context.AfterFunc(ctx, socket.Close)()
+	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil { // otherwise nothing is announced to it
+		return fmt.Errorf("bind a netlink socket: %w", err)
+	}
+	for _, group := range []int{unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV6_RULE, unix.RTNLGRP_IPV4_NETCONF, unix.RTNLGRP_IPV6_NETCONF} {
+		if err := unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, group); err != nil {
+			return fmt.Errorf("join netlink group %d: %w", group, err)
+		}
+	}
+	stop := context.AfterFunc(ctx, func() { _ = socket.Close() })
+	defer stop()
 
+	// The rest of a message is not needed. Each network waits here: the library would keep 64 kB for each of them.
+	var message [1]byte
 	for {
-		switch _, _, err := socket.Receive(); {
+		switch _, err := socket.Read(message[:]); {
 		case err == nil, errors.Is(err, unix.ENOBUFS): // announcements were lost
 			changed()
 		case ctx.Err() != nil:
 			return nil
 		default:
-			return fmt.Errorf("read from netlink: %w", err)
+			return fmt.Errorf("read from a netlink socket: %w", err)
 		}
 	}
 }
