@@ -153,8 +153,8 @@ func (n *Network) prepareUnless(ctx context.Context, changed <-chan struct{}, s 
 func (n *Network) prepareChange(ctx context.Context, s *session, cfg subnet.Config, published <-chan struct{}) (c *change, err error) {
 	now := n.last()
 	c = &change{config: cfg, same: len(subnet.Changes(now.Config, cfg)) == 0, iface: now.Interface}
-	if s.unfit != nil && !c.same {
-		c.iface = *s.unfit
+	if unfit := s.unfit.Load(); unfit != nil && !c.same {
+		c.iface = *unfit
 	}
 	if !sameFamilies(cfg, now.Config) {
 		if c.iface, err = n.chooseUplink(ctx, n.underlayOptions(cfg, now.PublicIPs), 0); err != nil {

@@ -55,11 +55,7 @@ func (n *Network) followUntilChange(ctx context.Context, s *session) (*change, e
 	var next *change
 	var err error
 	for next == nil && err == nil && attending.Err() == nil {
-		if s.hasEnded() {
-			s, err = n.serveAgain(ctx, attending, s, up)
-		} else {
-			next, err = n.attend(attending, s, up)
-		}
+		s, next, err = n.attend(ctx, attending, s, up)
 	}
 	err = ended(attending, err)
 	stop()
@@ -133,19 +129,36 @@ func (n *Network) observe(ctx context.Context, own subnet.Lease) {
 	}
 }
 
-// attend passes the leases of other hosts to s, and this host's lease to the store, until ctx ends, the external
+// attend passes the leases of other hosts to s, and this host's lease to the store, until attending ends, the external
 // interface changes, or the network can change to another configuration. It returns that change. It ends s if the
-// interface has changed, unless the backend does not work on the changed one. While s uses the last known state, attend
-// only waits for the interface.
-func (n *Network) attend(ctx context.Context, s *session, up *uplink) (next *change, err error) {
-	group, working := errgroup.WithContext(ctx)
+// interface has changed, unless the backend does not work on the changed one. If s has ended, attend starts another
+// session instead, which lasts until ctx ends, and returns that. While s uses the last known state, attend only waits
+// for the interface.
+func (n *Network) attend(ctx, attending context.Context, s *session, up *uplink) (present *session, next *change, err error) {
+	group, working := errgroup.WithContext(attending)
 	working, cancel := context.WithCancel(working)
 	defer cancel()
+	published := make(chan struct{})
 	prepared := make(chan *change, 1)
-	if !n.last().Recalled {
-		published := make(chan struct{})
-		group.Go(func() error { return ended(working, n.store.Watch(working, s.syncer.Publish)) })
+	started := make(chan *session, 1)
+	later := up.later
+	follows := !n.last().Recalled
+	switch {
+	case s.hasEnded():
+		close(published) // the lease is published when there is a session
+		later = nil      // serveAgain receives it
+		group.Go(func() error {
+			again, err := n.serveAgain(ctx, working, s, up)
+			if again != nil {
+				started <- again
+			}
+			return ended(working, err)
+		})
+	case follows:
 		group.Go(func() error { return ended(working, n.keepPublished(working, s, published)) })
+	}
+	if follows {
+		group.Go(func() error { return ended(working, n.store.Watch(working, s.syncer.Publish)) })
 		group.Go(func() error {
 			c, err := n.awaitChange(working, s, published)
 			if c != nil {
@@ -156,20 +169,26 @@ func (n *Network) attend(ctx context.Context, s *session, up *uplink) (next *cha
 	}
 
 	var to *underlay.Interface
+	present = s
 	select {
 	case <-working.Done():
-	case later := <-up.later:
-		to = &later
+	case moved := <-later:
+		to = &moved
+	case present = <-started:
 	case next = <-prepared:
 	}
 
 	cancel()
-	if err = group.Wait(); err == nil && ctx.Err() == nil && to != nil {
-		n.claimOnly(s.be) // a change may have been prepared for the former interface
-		n.reconnect(ctx, n.last().Interface, *to)
-		n.moveTo(ctx, s, up, *to)
+	err = group.Wait()
+	if err != nil || attending.Err() != nil || next != nil {
+		return present, next, err
 	}
-	return next, err
+	n.claimOnly(present.be) // a change may have been prepared for the former session or interface
+	if to != nil {
+		n.reconnect(attending, n.last().Interface, *to)
+		n.moveTo(attending, s, up, *to)
+	}
+	return present, nil, nil
 }
 
 // moveTo ends s, so that the next session uses the interface to, if the backend works on it.
@@ -188,10 +207,10 @@ func (n *Network) accept(ctx context.Context, s *session, up *uplink, to underla
 	up.noteRefused(err)
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "the changed external interface cannot be used yet")
-		s.unfit = &to
+		s.unfit.Store(&to)
 		return false
 	}
-	s.unfit = nil
+	s.unfit.Store(nil)
 	up.now = to
 	return true
 }
@@ -217,7 +236,7 @@ func (n *Network) serveAgain(ctx, attending context.Context, last *session, up *
 			n.ready.report(partDatapath, err)
 			return err
 		}
-		next.unfit = last.unfit
+		next.unfit.Store(last.unfit.Load())
 		return nil
 	})
 	return next, err

@@ -268,7 +268,7 @@ type session struct {
 	retirement *retirement
 	compared   chan struct{}                      // closed after the first complete pass
 	pause      time.Duration                      // before this host's lease is published; set before attend begins
-	unfit      *underlay.Interface                // the external interface, if the backend does not work on it; see accept
+	unfit      atomic.Pointer[underlay.Interface] // the external interface, if the backend does not work on it; otherwise nil; see accept
 	reclaim    wait.Signal                        // sent as backend.Outcome says
 	republish  wait.Signal                        // sent as backend.Outcome says
 	behind     bool                               // the backend has announced new data on republish, and it is not published yet
