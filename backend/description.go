@@ -27,8 +27,10 @@ type Description struct {
 	Ports map[string][]int
 	// Tunnels contains the packets in which hosts carry the network's packets between addresses of a family, and which
 	// they accept without authenticating the sender.
-	Tunnels   map[prefix.Family][]firewall.Payload
-	Files     []string   // paths of files that no other network of this host may use
+	Tunnels map[prefix.Family][]firewall.Payload
+	// Files contains the paths of files that no other network of this host may use. Those in Env.StateDir are removed
+	// when the network was deleted.
+	Files     []string
 	Leftovers []Leftover // those that may exist
 	// SameLocation is the key of that name. Its Type is empty if the key is missing.
 	SameLocation SameLocation

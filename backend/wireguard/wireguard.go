@@ -82,7 +82,7 @@ func (b *Backend) Describe() backend.Description {
 		d.Ports[Type] = append(d.Ports[Type], t.port)
 		d.Leftovers = append(d.Leftovers, socketLeftover(socketPath(socketDir, t.name)))
 	}
-	if path := os.Getenv(keyFileVariable); path != "" {
+	if path := newKeyStore(b.env.StateDir, b.env.Network).path; path != "" {
 		d.Files = []string{path}
 	}
 	return d

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"slices"
 	"time"
 
@@ -135,8 +136,19 @@ func (n *Network) Retire(ctx context.Context, keep bool) error {
 			return fmt.Errorf("release the lease: %w", err)
 		}
 	}
-	if err := os.Remove(n.opts.SubnetFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
+
+	files := []string{n.opts.SubnetFile}
+	for _, d := range all {
+		for _, path := range d.Files {
+			if !keep && filepath.Dir(path) == filepath.Clean(n.opts.StateDir) { // others may be those of an operator
+				files = append(files, path)
+			}
+		}
+	}
+	for _, path := range files {
+		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
 	}
 	return n.state.Remove()
 }

@@ -134,9 +134,15 @@ func (s *scriptedHost) command(name string, args []string) {
 		s.stop()
 	case "retire":
 		s.stop()
+		if err := os.WriteFile(s.key(), nil, 0o600); err != nil {
+			s.Fatal(err)
+		}
 		s.open(nil)
 		if err := s.network.Retire(s.context(), false); err != nil {
 			s.did("retire: %v", err)
+		}
+		if _, err := os.Stat(s.key()); err == nil {
+			s.did("the key is left")
 		}
 		s.network.Close()
 		s.list()
@@ -181,6 +187,9 @@ func configText(words []string) string {
 	}
 	return string(text)
 }
+
+// key is the path of a file of each backend.
+func (s *scriptedHost) key() string { return filepath.Join(s.dir, "key") }
 
 // list prints what there is on the host and in the store.
 func (s *scriptedHost) list() {
@@ -470,7 +479,7 @@ func (b scriptedBackend) scope() dataplane.Scope {
 }
 
 func (b scriptedBackend) Describe() backend.Description {
-	return backend.Description{Scope: b.scope(), LeaseType: b.kind, MTU: b.mtu}
+	return backend.Description{Scope: b.scope(), LeaseType: b.kind, MTU: b.mtu, Files: []string{b.key()}}
 }
 
 func (b scriptedBackend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
