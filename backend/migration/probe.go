@@ -14,6 +14,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/probe/ping"
+	"github.com/flanneld/flanneld/pkg/probe/schedule"
 )
 
 // target is an address that a probe must reach through a device. An answer for another target says
@@ -47,25 +48,25 @@ const answerTimeout = 7 * time.Second
 // prober sends echo requests to each peer until the peer has answered at all of its targets.
 type prober struct {
 	notify   func() // called when a peer has answered
-	changed  wait.Signal
+	due      *schedule.Queue[*probed]
 	pinger   *ping.Pinger
 	ping     func(ctx context.Context, to netip.Addr, path ping.Path, timeout time.Duration) (time.Duration, error) // of pinger; tests replace it
 	noSocket sync.Once                                                                                              // logs why nothing can be sent
 
-	mu    sync.Mutex // guards peers, and answered of each
+	mu    sync.Mutex // guards peers, and what changes of each
 	peers map[string]*probed
 }
 
 // probed is a peer with its present targets.
 type probed struct {
+	key      string
 	targets  []target
-	due      time.Time
 	pause    wait.Backoff
 	answered bool // at all targets, so it is probed no more
 }
 
 func newProber(notify func()) *prober {
-	p := &prober{notify: notify, changed: wait.NewSignal(), pinger: ping.NewPinger(), peers: map[string]*probed{}}
+	p := &prober{notify: notify, due: schedule.NewQueue[*probed](), pinger: ping.NewPinger(), peers: map[string]*probed{}}
 	p.ping = p.pinger.Ping
 	return p
 }
@@ -81,10 +82,9 @@ func (p *prober) aim(key string, targets []target) {
 	if len(targets) == 0 {
 		return
 	}
-	p.peers[key] = &probed{
-		targets: targets, due: time.Now().Add(settling), pause: wait.Backoff{Least: leastProbe, Most: mostProbe},
-	}
-	p.changed.Send()
+	peer := &probed{key: key, targets: targets, pause: wait.Backoff{Least: leastProbe, Most: mostProbe}}
+	p.peers[key] = peer
+	p.due.Add(peer, time.Now().Add(settling))
 }
 
 // answered returns the peers that have answered, with their targets.
@@ -102,39 +102,29 @@ func (p *prober) answered() map[string][]target {
 
 func (p *prober) run(ctx context.Context) {
 	defer func() { _ = p.pinger.Close() }()
-	var probes sync.WaitGroup
-	defer probes.Wait()
-	for {
-		peer, pause := p.next(time.Now())
-		if peer != nil {
-			probes.Go(func() { p.probe(ctx, peer) })
-		}
-		if wait.ForOr(ctx, pause, p.changed) != nil {
-			return
-		}
-	}
+	p.due.Run(ctx, schedule.Checks[*probed]{
+		AtOnce: int(answerTimeout / probePause), // enough for peers that do not answer
+		Permit: func(ctx context.Context) error { return wait.For(ctx, probePause) },
+		Check:  p.probe,
+	})
 }
 
-// next returns the peer to probe now, if any, and the time until next must be called again.
-func (p *prober) next(now time.Time) (peer *probed, pause time.Duration) {
+// repeat makes the peer due again, before this probe has ended. It returns false if the peer has answered, or has other
+// targets by now.
+func (p *prober) repeat(peer *probed) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, one := range p.peers {
-		if !one.answered && (peer == nil || one.due.Before(peer.due)) {
-			peer = one
-		}
+	if p.peers[peer.key] != peer || peer.answered {
+		return false
 	}
-	if peer == nil {
-		return nil, mostProbe
-	}
-	if left := peer.due.Sub(now); left > 0 {
-		return nil, left
-	}
-	peer.due = now.Add(peer.pause.Next())
-	return peer, probePause
+	p.due.Add(peer, time.Now().Add(peer.pause.Next()))
+	return true
 }
 
 func (p *prober) probe(ctx context.Context, peer *probed) {
+	if !p.repeat(peer) {
+		return
+	}
 	for _, t := range peer.targets {
 		_, err := p.ping(ctx, t.to, ping.Path{Device: t.device, From: t.from, Size: t.size}, answerTimeout)
 		if errors.Is(err, ping.ErrNoSocket) {
