@@ -42,7 +42,7 @@ const refusedPause = 30 * time.Second
 // its lease, and otherwise the error of ctx.
 func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan struct{}) (*change, error) {
 	var withdrawn <-chan struct{} // receives when the time of the stage Withdrawn begins; nil never receives
-	if n.last().Config.Stage == subnet.Withdrawn {
+	if n.last().Config.Stage == subnet.Withdrawn && !s.hasEnded() {
 		withdrawn = published
 	}
 	var step <-chan time.Time // receives when that time ends; nil never receives
