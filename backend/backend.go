@@ -4,17 +4,14 @@
 // configure the data path. It also contains the loop, the Syncer.
 //
 //   - backend.go is the contract: a Backend starts a Network, whose Sync gets the full Set of peers.
-//   - registry.go creates the Backend that a configuration names.
+//   - registry.go creates the Backend that a configuration names, from two if a key names a second one: inner.go.
 //   - syncer.go is the loop. syncerlog.go contains its log, inspect.go its report for
 //     /statusz, and repairs.go its limit of repairs.
 //   - programmer.go is the part that all networks with kernel objects have in common.
 //     notifier.go serves networks with several sources of changes.
 //   - pathmtu.go gives the route to a peer the MTU of the path to it.
-//   - cloud.go is the backend of all clouds, which differ in their cloud.Cloud.
 //   - description.go is what a backend tells about itself before it starts, and the contract of what it creates
 //     outside of its Scope.
-//   - samelocation.go is the contract of networks with one backend inside of a location and
-//     another one between locations.
 //   - side.go is the contract of the two backends of a migration.
 //
 // The smallest backend that writes routes to peers is backend/hostgw.

@@ -30,10 +30,10 @@ type Description struct {
 	Tunnels map[prefix.Family][]firewall.Payload
 	// Files contains the paths of files that no other network of this host may use. Those in Env.StateDir are removed
 	// when the network was deleted.
-	Files     []string
-	Leftovers []Leftover // those that may exist
-	// SameLocation is the key of that name. Its Type is empty if the key is missing.
-	SameLocation SameLocation
+	Files        []string
+	Leftovers    []Leftover // those that may exist
+	SameLocation Inner      // the backend between hosts of one location; zero if there is none
+	Overflow     Inner      // the tunnel to hosts that the routers of a cloud do not reach; zero if there is none
 	// Inside contains the types of the backends between hosts of one location. It is empty if the configuration has
 	// no locations.
 	Inside []string

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane/dataplanetest"
 	"github.com/flanneld/flanneld/subnet"
@@ -27,7 +28,7 @@ func mtuRegistry(t testing.TB, got *string, probes *bool) backend.Registry {
 	t.Helper()
 	factory := func(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
 		*got, *probes = string(raw), env.ProbesMTU
-		return &backend.CloudBackend{}, nil, nil
+		return &cloudnet.Backend{}, nil, nil
 	}
 	r, err := backend.NewRegistry(backend.Entry{Type: "tunnel", Factory: factory, ProbesMTU: true}, backend.Entry{Type: "plain", Factory: factory})
 	if err != nil {

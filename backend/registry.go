@@ -37,19 +37,16 @@ func (c Create) within(key string) Create {
 	}
 }
 
-// Migrate creates the backend for a configuration with a next backend, from the two backends.
-type Migrate func(env Env, present, next Create) (Backend, []string, error)
-
-// Combine returns the backend that uses the routers of a cloud, and a tunnel to hosts that they do not reach.
-type Combine func(cloud *CloudBackend, tunnel Backend) Backend
+// Compose creates the backend that consists of two.
+type Compose func(env Env, first, second Create) (Backend, []string, error)
 
 // Registry contains the backends by type name, and the functions that combine two of them. Each function
 // may be nil. The key of the configuration that needs it is then not supported.
 type Registry struct {
 	entries map[string]Entry
-	Migrate Migrate // for NextBackend
-	Combine Combine // for Overflow
-	Locate  Locate  // for SameLocation
+	Migrate Compose // the present and the next backend: NextBackend
+	Combine Compose // the routers of a cloud, and a tunnel to hosts that they do not reach: Overflow
+	Locate  Compose // the backends between locations and inside of one: SameLocation
 }
 
 // Entry is a backend of a registry.
@@ -130,60 +127,39 @@ func (r Registry) one(env Env) (Backend, []string, error) {
 		return nil, nil, err
 	}
 	env.ProbesMTU = probes
-	b, warnings, err := entry.Factory(raw, env)
+	create := Create(func(env Env) (Backend, []string, error) { return entry.Factory(raw, env) })
+	b, warnings, err := create(env)
 	if err != nil {
 		return nil, nil, err
 	}
 
-	if c, ok := b.(*CloudBackend); ok && c.Overflow.Type != "" {
-		return r.overflow(c, warnings)
-	}
-	if same := b.Describe().SameLocation; same.Type != "" {
-		return r.located(env, func(env Env) (Backend, []string, error) { return entry.Factory(raw, env) }, same)
+	switch d := b.Describe(); {
+	case d.Overflow.given():
+		return r.compose(r.Combine, env, create, "Overflow", d.Overflow, func(e Entry) bool { return e.Overflows })
+	case d.SameLocation.given():
+		if _, inside, _ := r.probesMTU(d.SameLocation.Raw, r.entries[d.SameLocation.Type]); inside || probes {
+			// The MTU of a path needs a route to the peer alone. With locations only the backend inside
+			// may have such a route.
+			return nil, nil, fmt.Errorf("Backend has both MTU %q and SameLocation, which do not work together: remove one of them", probe)
+		}
+		return r.compose(r.Locate, env, create, "SameLocation", d.SameLocation, func(e Entry) bool { return e.Inside })
 	}
 	return b, warnings, nil
 }
 
-func (r Registry) overflow(c *CloudBackend, warnings []string) (Backend, []string, error) {
-	if tunnel := r.entries[c.Overflow.Type]; !tunnel.Overflows || r.Combine == nil {
-		return nil, nil, fmt.Errorf("Backend.Overflow is %q: want %s, or an object with this Type and its keys",
-			subnet.Shorten(c.Overflow.Type), r.list(func(e Entry) bool { return e.Overflows }))
+// compose creates the backend of first and of inner, the value of a key of its Backend object. may reports whether a
+// backend can be the value.
+func (r Registry) compose(c Compose, env Env, first Create, key string, inner Inner, may func(Entry) bool) (Backend, []string, error) {
+	if c == nil || !may(r.entries[inner.Type]) {
+		return nil, nil, fmt.Errorf("Backend.%s is %q: want one of %s, or an object with this Type and its keys",
+			key, subnet.Shorten(inner.Type), r.list(may))
 	}
-
-	env := c.Env
-	env.Elsewhere = true
-	env.Config.BackendType = c.Overflow.Type
-	env.Config.Backend = c.Overflow.Raw
-	tunnel, more, err := Create(r.one).within("Overflow")(env)
-	if err != nil {
-		return nil, nil, err
-	}
-	return r.Combine(c, tunnel), append(warnings, more...), nil
-}
-
-func (r Registry) located(env Env, between Create, same SameLocation) (Backend, []string, error) {
-	entry := r.entries[same.Type]
-	if !entry.Inside || r.Locate == nil {
-		return nil, nil, fmt.Errorf("Backend.SameLocation is %q: want one of %s, or an object with this Type and its keys",
-			subnet.Shorten(same.Type), r.list(func(e Entry) bool { return e.Inside }))
-	}
-
-	_, probes, err := r.probesMTU(same.Raw, entry)
-	if err != nil {
-		return nil, nil, fmt.Errorf("SameLocation: %w", err)
-	}
-	if probes || env.ProbesMTU {
-		// The MTU of a path needs a route to the peer alone. With locations only the backend inside
-		// may have such a route.
-		return nil, nil, fmt.Errorf("Backend has both MTU %q and SameLocation, which do not work together: remove one of them", probe)
-	}
-
-	inside := Create(func(env Env) (Backend, []string, error) {
-		env.Config.BackendType = same.Type
-		env.Config.Backend = same.Raw
+	second := Create(func(env Env) (Backend, []string, error) {
+		env.Config.BackendType = inner.Type
+		env.Config.Backend = inner.Raw
 		return r.one(env)
 	})
-	return r.Locate(env, same, between, inside.within("SameLocation"))
+	return c(env, first, second.within(key))
 }
 
 // Types returns the types of all backends in alphabetical order.

@@ -3,7 +3,7 @@
 // Package alivpc lets the routers of a VPC of Alibaba Cloud carry the packets of pods. Each host has
 // a route to its subnet in the route table of its vSwitch. These packets need no tunnel.
 //
-//   - alivpc.go creates the backend.CloudBackend from a backend.KeyedCloud.
+//   - alivpc.go creates the cloudnet.Backend from a cloudnet.Keyed.
 //   - vpc.go implements cloud.Cloud. entries.go has the routes and the instances of the API; it is pure.
 //   - rpc.go makes the calls of the API, and sorts their errors.
 //   - connect.go finds the region, the instance, the vSwitch and the keys.
@@ -14,6 +14,7 @@ import (
 	"encoding/json"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/pkg/cloud"
 )
 
@@ -22,11 +23,11 @@ const Type = "ali-vpc"
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in
 // the documentation is generated from it and from the comments of its fields.
-func Defaults() any { return backend.KeyedCloud{} }
+func Defaults() any { return cloudnet.Keyed{} }
 
 // New is the backend's factory.
 func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
-	c, warnings, err := backend.ParseKeyedCloud(raw)
+	c, warnings, err := cloudnet.ParseKeyed(raw)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -35,5 +36,5 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 		cluster: c.Cluster, networks: env.Config.Prefixes(), addresses: env.Locals(),
 		connect: func(ctx context.Context) (*client, error) { return connect(ctx, c, calls) },
 	}
-	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, Overflow: c.Overflow}, warnings, nil
+	return &cloudnet.Backend{Type: Type, Env: env, Cloud: v, Calls: calls, Overflow: c.Overflow}, warnings, nil
 }

@@ -7,13 +7,13 @@ import (
 	"net/netip"
 	"os"
 
-	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-func connect(ctx context.Context, cfg backend.KeyedCloud, calls *cloud.Calls) (*client, error) {
+func connect(ctx context.Context, cfg cloudnet.Keyed, calls *cloud.Calls) (*client, error) {
 	address, err := access.Endpoint("ALIBABA_CLOUD_METADATA_ENDPOINT", "http://100.100.100.200")
 	if err != nil {
 		return nil, err

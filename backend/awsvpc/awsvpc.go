@@ -3,7 +3,7 @@
 // Package awsvpc lets the routers of an Amazon VPC carry the packets of pods. Each host has a
 // route to its subnet in the route tables of the VPC. These packets need no tunnel.
 //
-//   - awsvpc.go creates the backend.CloudBackend. config.go is the Backend object of the
+//   - awsvpc.go creates the cloudnet.Backend. config.go is the Backend object of the
 //     configuration.
 //   - ec2.go implements cloud.Cloud with the calls of EC2, which query.go makes.
 //   - connect.go finds the region, the instance and the credentials.
@@ -14,6 +14,7 @@ import (
 	"encoding/json"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/pkg/cloud"
 )
 
@@ -31,5 +32,5 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 		config: c, networks: env.Config.Prefixes(), addresses: env.Locals(),
 		connect: func(ctx context.Context) (*client, string, error) { return connect(ctx, env.Locals(), calls) },
 	}
-	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, Overflow: c.Overflow}, warnings, nil
+	return &cloudnet.Backend{Type: Type, Env: env, Cloud: v, Calls: calls, Overflow: c.Overflow}, warnings, nil
 }

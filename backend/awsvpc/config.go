@@ -22,7 +22,7 @@ type config struct {
 	// filters of EC2 that choose the route tables, such as "tag:cluster=blue"; a table must match all names, and one
 	// value of each
 	RouteTableFilter []string
-	Overflow         backend.Overflow // tunnel to hosts that the routes of the cloud do not reach
+	Overflow         backend.Inner // tunnel to hosts that the routes of the cloud do not reach
 }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in

@@ -17,6 +17,7 @@ import (
 	"k8s.io/klog/v2/textlogger"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
@@ -27,23 +28,23 @@ import (
 // Cloud returns the backend that factory creates from the Backend object raw, on a host with
 // the given families. The test fails on an error, and on a warning. It ignores warnings if raw
 // contains an access key, because that key causes one.
-func Cloud(t *testing.T, factory backend.Factory, raw string, families ...prefix.Family) *backend.CloudBackend {
+func Cloud(t *testing.T, factory backend.Factory, raw string, families ...prefix.Family) *cloudnet.Backend {
 	t.Helper()
 	return cloudIn(t, factory, raw, Env(1500, families...))
 }
 
-func cloudIn(t *testing.T, factory backend.Factory, raw string, env backend.Env) *backend.CloudBackend {
+func cloudIn(t *testing.T, factory backend.Factory, raw string, env backend.Env) *cloudnet.Backend {
 	t.Helper()
 	b, warnings, err := factory([]byte(raw), env)
 	if err != nil || len(warnings) > 0 && !strings.Contains(raw, "AccessKey") {
 		t.Fatalf("warnings %q, error %v", warnings, err)
 	}
-	return b.(*backend.CloudBackend)
+	return b.(*cloudnet.Backend)
 }
 
 // CloudOn returns the backend that factory creates from an empty Backend object, on an IPv4
 // host. network is the range of pod addresses, such as 10.5.0.0/16.
-func CloudOn(t *testing.T, factory backend.Factory, network string) *backend.CloudBackend {
+func CloudOn(t *testing.T, factory backend.Factory, network string) *cloudnet.Backend {
 	t.Helper()
 	env := Env(1500, prefix.IPv4)
 	env.Config.Networks = []subnet.Network{{Prefix: netip.MustParsePrefix(network)}}
@@ -123,7 +124,7 @@ func (l Leaks[S]) Run(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		c := b.(*backend.CloudBackend)
+		c := b.(*cloudnet.Backend)
 		_, err = c.Claim(ctx, subnet.Claim{})
 		_, joined := c.Cloud.Join(ctx)
 		cancel()

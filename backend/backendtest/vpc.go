@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
@@ -52,7 +53,7 @@ func RouteTo(target string) cloud.Route {
 }
 
 // Backend returns the backend with that Backend object.
-func (v VPC) Backend(t *testing.T, raw string) *backend.CloudBackend {
+func (v VPC) Backend(t *testing.T, raw string) *cloudnet.Backend {
 	t.Helper()
 	return Cloud(t, v.New, raw, v.Families...)
 }

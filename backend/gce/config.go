@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -14,8 +15,8 @@ const page = "Documentation/backends/gce.md"
 
 // config is the Backend object of the network configuration.
 type config struct {
-	Cluster  string           // name of the cluster, such as "blue", in the descriptions of its routes; hosts of other clusters do not replace or remove these
-	Overflow backend.Overflow // tunnel to hosts that the routes of the cloud do not reach
+	Cluster  string        // name of the cluster, such as "blue", in the descriptions of its routes; hosts of other clusters do not replace or remove these
+	Overflow backend.Inner // tunnel to hosts that the routes of the cloud do not reach
 }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference in
@@ -28,7 +29,7 @@ func parseConfig(raw json.RawMessage) (config, []string, error) {
 	if err != nil {
 		return c, nil, err
 	}
-	if err := backend.CheckCluster(c.Cluster); err != nil {
+	if err := cloudnet.CheckCluster(c.Cluster); err != nil {
 		return c, nil, err
 	}
 	secrets, err := cloud.SecretKeys(raw)

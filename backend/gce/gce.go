@@ -3,7 +3,7 @@
 // Package gce lets the routers of a VPC network of Google Cloud carry the packets of pods. Each
 // host has a static route to its subnet. These packets need no tunnel.
 //
-//   - gce.go creates the backend.CloudBackend. config.go is the Backend object of the configuration.
+//   - gce.go creates the cloudnet.Backend. config.go is the Backend object of the configuration.
 //   - compute.go implements cloud.Cloud. routes.go decides to which program or cluster a route
 //     belongs, and how it is named; it is pure.
 //   - rest.go makes the calls of the Compute API, and sorts their errors.
@@ -16,6 +16,7 @@ import (
 	"encoding/json"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/pkg/cloud"
 )
 
@@ -37,5 +38,5 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 		cluster: c.Cluster, networks: env.Config.Prefixes(), addresses: env.Locals(),
 		connect: func(ctx context.Context) (*client, error) { return connect(ctx, at, calls) },
 	}
-	return &backend.CloudBackend{Type: Type, Env: env, Cloud: v, Calls: calls, Overflow: c.Overflow}, warnings, nil
+	return &cloudnet.Backend{Type: Type, Env: env, Cloud: v, Calls: calls, Overflow: c.Overflow}, warnings, nil
 }

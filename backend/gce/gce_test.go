@@ -24,6 +24,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/backend/gce/gcetest"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/base/wait"
@@ -68,7 +69,7 @@ func openBehind(t *testing.T, between func(api http.Handler) http.Handler) *gcet
 }
 
 // newBackend returns a backend with the Backend object raw, on a dual-stack host.
-func newBackend(t *testing.T, raw string) *backend.CloudBackend {
+func newBackend(t *testing.T, raw string) *cloudnet.Backend {
 	t.Helper()
 	b := backendtest.Cloud(t, New, raw, prefix.IPv4, prefix.IPv6)
 	// The server needs less time for an operation than Google, so the pauses are shorter.
@@ -504,7 +505,7 @@ func TestFleet(t *testing.T) {
 			return backendtest.CloudAt(t, func(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
 				b, warnings, err := New(raw, env)
 				if err == nil {
-					b.(*backend.CloudBackend).Cloud.(*vpc).connect = func(context.Context) (*client, error) { return c, nil }
+					b.(*cloudnet.Backend).Cloud.(*vpc).connect = func(context.Context) (*client, error) { return c, nil }
 				}
 				return b, warnings, err
 			}, address)
@@ -680,7 +681,7 @@ func TestPolls(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := b.(*backend.CloudBackend).Cloud
+	c := b.(*cloudnet.Backend).Cloud
 	if _, err := c.Join(t.Context()); err != nil {
 		t.Fatal(err)
 	}

@@ -29,7 +29,7 @@ type data struct {
 
 // digest identifies a configuration of the backend inside. Two hosts use that backend for each other
 // only if they publish the same digest, because hosts do not read a changed configuration at once.
-func digest(same backend.SameLocation) string {
+func digest(same backend.Inner) string {
 	sum := sha256.Sum256(append([]byte(same.Type+" "), canonical(same.Raw)...))
 	return hex.EncodeToString(sum[:4])
 }

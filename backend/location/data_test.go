@@ -48,7 +48,7 @@ func TestDecode(t *testing.T) {
 func TestDigest(t *testing.T) {
 	seen := map[string]string{}
 	for _, raw := range []string{`"vxlan"`, `"host-gw"`, `{"Type":"vxlan","VNI":7}`, `{"Type":"vxlan","Port":7}`} {
-		var s backend.SameLocation
+		var s backend.Inner
 		if err := json.Unmarshal([]byte(raw), &s); err != nil {
 			t.Fatal(err)
 		}
@@ -70,7 +70,7 @@ func TestDigestOfOneMeaning(t *testing.T) {
 		digests := map[string]bool{}
 		for range 10 { // the order of keys in a map differs
 			for _, raw := range same {
-				var s backend.SameLocation
+				var s backend.Inner
 				if err := json.Unmarshal([]byte(raw), &s); err != nil {
 					t.Fatal(err)
 				}

@@ -43,11 +43,9 @@ type Backend struct {
 	kernel  *backend.Programmer // of the network that was started last
 }
 
-// New creates the backend of a network with locations. See backend.Locate.
-func New(
-	env backend.Env, same backend.SameLocation, newBetween, newInside backend.Create,
-) (backend.Backend, []string, error) {
-	b := &Backend{env: env, digest: digest(same)}
+// New creates the backend of a network with locations, for backend.Registry.Locate.
+func New(env backend.Env, newBetween, newInside backend.Create) (backend.Backend, []string, error) {
+	b := &Backend{env: env}
 	half := env
 	half.Part = func(ctx context.Context) *backend.Programmer { return b.kernel.NewPart(ctx, between) }
 	var err error
@@ -62,6 +60,8 @@ func New(
 		return nil, nil, err
 	}
 
+	same := b.between.Describe().SameLocation
+	b.digest = digest(same)
 	if port, clash := backend.PortClash(b.between.Describe().Ports, b.inside.Describe().Ports); clash {
 		return nil, nil, fmt.Errorf("SameLocation has UDP port %d, which %s also has: want another one",
 			port, env.Config.BackendType)

@@ -25,12 +25,15 @@ import (
 
 // encrypted is a backend in place of wireguard, because the kernel in memory has no wireguard
 // devices. It has one route to the whole network.
-type encrypted struct{ env backend.Env }
+type encrypted struct {
+	env  backend.Env
+	same backend.Inner
+}
 
 const device = "flannel-wg"
 
 func (e *encrypted) Describe() backend.Description {
-	return backend.Description{Scope: e.env.Scope(device), LeaseType: "wireguard", MTU: 1440}
+	return backend.Description{Scope: e.env.Scope(device), LeaseType: "wireguard", MTU: 1440, SameLocation: e.same}
 }
 
 func (e *encrypted) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
@@ -82,14 +85,14 @@ type bed struct {
 	testing.TB
 	kernel *dataplanetest.Kernel
 	env    backend.Env
-	same   backend.SameLocation
+	same   backend.Inner
 	net    *network
 	leases map[string]*subnet.Lease
 }
 
 func newBed(t testing.TB, location string) *bed {
 	t.Helper()
-	b := &bed{TB: t, kernel: dataplanetest.New(), env: backendtest.Env(1500, prefix.IPv4), same: backend.SameLocation{Type: vxlan.Type}, leases: map[string]*subnet.Lease{}}
+	b := &bed{TB: t, kernel: dataplanetest.New(), env: backendtest.Env(1500, prefix.IPv4), same: backend.Inner{Type: vxlan.Type}, leases: map[string]*subnet.Lease{}}
 	b.env.Kernel, b.env.Resync, b.env.Location, b.env.Config.BackendType = b.kernel, time.Hour, location, "wireguard"
 	b.env.Underlay.Addrs[0].Public = netip.MustParseAddr("203.0.113.1") // behind NAT
 	return b
@@ -97,14 +100,14 @@ func newBed(t testing.TB, location string) *bed {
 
 func (b *bed) backend() *Backend {
 	b.Helper()
-	between := func(env backend.Env) (backend.Backend, []string, error) { return &encrypted{env}, nil, nil }
+	between := func(env backend.Env) (backend.Backend, []string, error) { return &encrypted{env, b.same}, nil, nil }
 	inside := func(env backend.Env) (backend.Backend, []string, error) {
 		if b.same.Type == hostgw.Type {
 			return hostgw.New(b.same.Raw, env)
 		}
 		return vxlan.New(b.same.Raw, env)
 	}
-	be, _, err := New(b.env, b.same, between, inside)
+	be, _, err := New(b.env, between, inside)
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -344,7 +347,7 @@ func TestRestartWithAnotherText(t *testing.T) {
 	decode := func(text []byte) {
 		t.Helper()
 		var object struct {
-			Backend struct{ SameLocation backend.SameLocation }
+			Backend struct{ SameLocation backend.Inner }
 		}
 		if err := json.Unmarshal(text, &object); err != nil {
 			t.Fatal(err)

@@ -40,7 +40,7 @@ type part struct {
 	side backend.Side
 }
 
-// New creates the backend for a configuration with a next backend. See backend.Migrate.
+// New creates the backend for a configuration with a next backend. It is for backend.Registry.Migrate.
 func New(env backend.Env, newPresent, newNext backend.Create) (backend.Backend, []string, error) {
 	b := &Backend{env: env}
 	var warnings []string

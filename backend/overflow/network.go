@@ -9,6 +9,7 @@ import (
 	"slices"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/kernel/rpfilter"
@@ -20,7 +21,7 @@ import (
 type network struct {
 	*Backend
 	*backend.Notifier
-	*backend.RouteKeeper
+	*cloudnet.RouteKeeper
 	tunnel backend.Network
 	filter rpfilter.Filter
 

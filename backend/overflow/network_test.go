@@ -16,6 +16,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/cloud"
@@ -70,13 +71,13 @@ func newBed(t *testing.T) *bed {
 
 func (b *bed) backend() backend.Backend {
 	b.Helper()
-	tunnel, _, err := vxlan.New(nil, b.env)
+	be, _, err := New(b.env, func(env backend.Env) (backend.Backend, []string, error) {
+		return &cloudnet.Backend{Type: "aws-vpc", Env: env, Cloud: b.Memory, Calls: &cloud.Calls{}, Overflow: backend.Inner{Type: "vxlan"}}, nil, nil
+	}, func(env backend.Env) (backend.Backend, []string, error) { return vxlan.New(nil, env) })
 	if err != nil {
 		b.Fatal(err)
 	}
-	return New(&backend.CloudBackend{
-		Type: "aws-vpc", Env: b.env, Cloud: b.Memory, Calls: &cloud.Calls{}, Overflow: backend.Overflow{Type: "vxlan"},
-	}, tunnel)
+	return be
 }
 
 // start starts the network of host 1. prev is the claim that the host has published before; zero

@@ -23,22 +23,33 @@ import (
 	"sync/atomic"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
 )
 
 // Backend implements backend.Backend with a cloud and a tunnel.
 type Backend struct {
-	cloud  *backend.CloudBackend
+	cloud  *cloudnet.Backend
 	tunnel backend.Backend
 	side   backend.Side // of the tunnel
 
 	present atomic.Pointer[map[prefix.Family]data] // data of this host in the running network; nil before it first changes
 }
 
-// New returns the backend for a cloud and the tunnel that its Overflow describes. See backend.Combine.
-func New(c *backend.CloudBackend, tunnel backend.Backend) backend.Backend {
-	return &Backend{cloud: c, tunnel: tunnel, side: backend.NewSide(tunnel, c.Overflow.Type)}
+// New creates the backend for a cloud and the tunnel that its Overflow describes, for backend.Registry.Combine.
+func New(env backend.Env, newCloud, newTunnel backend.Create) (backend.Backend, []string, error) {
+	c, warnings, err := newCloud(env)
+	if err != nil {
+		return nil, nil, err
+	}
+	env.Elsewhere = true
+	tunnel, more, err := newTunnel(env)
+	if err != nil {
+		return nil, nil, err
+	}
+	cloud := c.(*cloudnet.Backend) // no other backend has an Overflow
+	return &Backend{cloud: cloud, tunnel: tunnel, side: backend.NewSide(tunnel, cloud.Overflow.Type)}, append(warnings, more...), nil
 }
 
 // Describe implements backend.Backend. The MTU is at most the one of the tunnel, because any peer may come to need the

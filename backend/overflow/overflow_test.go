@@ -54,11 +54,11 @@ func TestConfigurations(t *testing.T) {
 			`{"Overflow":{"Type":"vxlan","VIN":7}}`:                        {"flannel.1", 8472, 8951, `Overflow: unknown key "VIN" is ignored, the nearest known key is "VNI"`, ""},
 			`{"Overflow":"vxlan","VNI":7}`:                                 {"flannel.1", 8472, 8951, `unknown key "VNI" is ignored`, ""},
 			`{"Overflow":{"Type":"vxlan","VNI":-1}}`:                       {"", 0, 0, "", "Overflow: Backend.VNI is -1: want 0 to"},
-			`{"Overflow":"host-gw"}`:                                       {"", 0, 0, "", `Backend.Overflow is "host-gw": want vxlan, or an object with this Type and its keys`},
-			`{"Overflow":"aws-vpc"}`:                                       {"", 0, 0, "", `Backend.Overflow is "aws-vpc": want vxlan`},
-			`{"Overflow":{"VNI":7}}`:                                       {"", 0, 0, "", `Backend: Overflow: want "vxlan", or an object with this Type and its keys`},
-			`{"Overflow":true}`:                                            {"", 0, 0, "", `Backend: Overflow: want "vxlan", or an object with this Type and its keys`},
-			`{"Overflow":""}`:                                              {"", 0, 0, "", `Backend: Overflow: want "vxlan"`},
+			`{"Overflow":"host-gw"}`:                                       {"", 0, 0, "", `Backend.Overflow is "host-gw": want one of vxlan, or an object with this Type and its keys`},
+			`{"Overflow":"aws-vpc"}`:                                       {"", 0, 0, "", `Backend.Overflow is "aws-vpc": want one of vxlan`},
+			`{"Overflow":{"VNI":7}}`:                                       {"", 0, 0, "", `Backend.Overflow is "": want one of vxlan, or an object with this Type and its keys`},
+			`{"Overflow":true}`:                                            {"", 0, 0, "", `Backend.Overflow is "": want one of vxlan, or an object with this Type and its keys`},
+			`{"Overflow":""}`:                                              {"", 0, 0, "", `Backend.Overflow is "": want one of vxlan`},
 		} {
 			b, warnings, err := create(t, kind, raw)
 			if want.err != "" {

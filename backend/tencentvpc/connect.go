@@ -9,13 +9,13 @@ import (
 	"os"
 	"strings"
 
-	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-func connect(ctx context.Context, cfg backend.KeyedCloud, calls *cloud.Calls) (*client, error) {
+func connect(ctx context.Context, cfg cloudnet.Keyed, calls *cloud.Calls) (*client, error) {
 	address, err := access.Endpoint("TENCENTCLOUD_METADATA_ENDPOINT", "http://metadata.tencentyun.com")
 	if err != nil {
 		return nil, err

@@ -13,8 +13,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/backend/tencentvpc/tencenttest"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/cloud"
@@ -249,7 +249,7 @@ func TestEndpoints(t *testing.T) {
 		t.Setenv(vpcName, "")
 		t.Setenv(cvmName, "")
 		t.Setenv(metadataName, cloudtest.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, region) })))
-		c, err := connect(t.Context(), backend.KeyedCloud{}, &cloud.Calls{})
+		c, err := connect(t.Context(), cloudnet.Keyed{}, &cloud.Calls{})
 		if err != nil || c.vpc.endpoint != want[0] || c.cvm.endpoint != want[1] {
 			t.Errorf("%s: client %+v, error %v, want %v", region, c, err, want)
 		}

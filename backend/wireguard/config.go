@@ -63,7 +63,7 @@ type config struct {
 	// and minimum time between two changes of a lease. With 0, hosts neither publish endpoints nor try those of others
 	EndpointSharingInterval int
 	// backend between hosts of one location, where packets need no encryption
-	SameLocation backend.SameLocation
+	SameLocation backend.Inner
 }
 
 func defaults() config {

@@ -18,6 +18,7 @@ import (
 	"github.com/flanneld/flanneld/backend/alivpc/alitest"
 	"github.com/flanneld/flanneld/backend/awsvpc"
 	"github.com/flanneld/flanneld/backend/awsvpc/ec2test"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/backend/gce"
 	"github.com/flanneld/flanneld/backend/gce/gcetest"
 	"github.com/flanneld/flanneld/backend/tencentvpc"
@@ -173,7 +174,7 @@ func (b *cloudBench) run(ctx context.Context, n, hosts int, joins bool) int {
 		must.Get(be.Claim(ctx, subnet.Claim{}))
 		resync = cloudResync
 	}
-	return b.keep(ctx, be.(*backend.CloudBackend).Cloud, n, hosts, resync)
+	return b.keep(ctx, be.(*cloudnet.Backend).Cloud, n, hosts, resync)
 }
 
 func cloudPeers(n, hosts int) cloud.Peers {

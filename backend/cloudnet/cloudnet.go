@@ -1,46 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package backend
+// Package cloudnet is the backend of all clouds, which differ in their cloud.Cloud.
+package cloudnet
 
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"regexp"
 	"slices"
 	"time"
 
+	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// CloudBackend is a Backend that lets the routers of a cloud carry the packets of pods. Overflow may be zero. All other
-// fields are required.
-type CloudBackend struct {
+// Backend is a backend.Backend that lets the routers of a cloud carry the packets of pods. Overflow may be zero. All
+// other fields are required.
+type Backend struct {
 	Type     string // in the configuration; leases contain no type, like those of flannel
-	Env      Env
+	Env      backend.Env
 	Cloud    cloud.Cloud
-	Calls    *cloud.Calls // the calls that Cloud makes
-	Overflow Overflow
+	Calls    *cloud.Calls  // the calls that Cloud makes
+	Overflow backend.Inner // the tunnel to peers that the routers of the cloud do not reach
 }
-
-// Overflow is the key Overflow of the Backend object of a cloud: the tunnel to peers that the routers of
-// the cloud do not reach. Its value is the type of the tunnel, or an object like Backend.
-type Overflow struct {
-	Type string          // in lower case; empty if there is no tunnel
-	Raw  json.RawMessage // the object; nil if there is only the type
-}
-
-// UnmarshalJSON implements json.Unmarshaler.
-func (o *Overflow) UnmarshalJSON(raw []byte) (err error) {
-	o.Type, o.Raw, err = decodeInner(raw, errOverflow)
-	return err
-}
-
-var errOverflow = errors.New(`Overflow: want "vxlan", or an object with this Type and its keys`)
 
 // CheckCluster returns an error unless name can be the value of the key Cluster of a cloud's
 // Backend object. An empty name is valid.
@@ -51,16 +37,16 @@ func CheckCluster(name string) error {
 	return fmt.Errorf("Backend.Cluster is %q: want 1 to 63 characters a-z, 0-9 and - that do not begin or end with -", subnet.Shorten(name))
 }
 
-// KeyedCloud is the Backend object of a cloud whose calls are signed with a pair of keys.
-type KeyedCloud struct {
-	Cluster         string   // name of the cluster, such as "blue", in the descriptions of its routes; hosts of other clusters do not replace or remove these
-	AccessKeyID     string   // id of an access key. Every program that can read the store can read the key: if possible, give the instance a role instead
-	AccessKeySecret string   // secret of the access key
-	Overflow        Overflow // tunnel to hosts that the routes of the cloud do not reach
+// Keyed is the Backend object of a cloud whose calls are signed with a pair of keys.
+type Keyed struct {
+	Cluster         string        // name of the cluster, such as "blue", in the descriptions of its routes; hosts of other clusters do not replace or remove these
+	AccessKeyID     string        // id of an access key. Every program that can read the store can read the key: if possible, give the instance a role instead
+	AccessKeySecret string        // secret of the access key
+	Overflow        backend.Inner // tunnel to hosts that the routes of the cloud do not reach
 }
 
-// ParseKeyedCloud decodes and validates a Backend object, and returns warnings about it.
-func ParseKeyedCloud(raw json.RawMessage) (c KeyedCloud, warnings []string, err error) {
+// ParseKeyed decodes and validates a Backend object, and returns warnings about it.
+func ParseKeyed(raw json.RawMessage) (c Keyed, warnings []string, err error) {
 	if warnings, err = subnet.DecodeBackend(raw, &c); err != nil {
 		return c, nil, err
 	}
@@ -72,19 +58,19 @@ func ParseKeyedCloud(raw json.RawMessage) (c KeyedCloud, warnings []string, err 
 }
 
 // Keys returns the keys in the configuration.
-func (c KeyedCloud) Keys() access.Keys {
+func (c Keyed) Keys() access.Keys {
 	return access.Keys{ID: c.AccessKeyID, Secret: c.AccessKeySecret}
 }
 
-// Describe implements Backend. Leases have no type.
-func (b *CloudBackend) Describe() Description {
-	return Description{Scope: b.Env.Scope(), MTU: b.Env.Underlay.MTU}
+// Describe implements backend.Backend. Leases have no type.
+func (b *Backend) Describe() backend.Description {
+	return backend.Description{Scope: b.Env.Scope(), MTU: b.Env.Underlay.MTU, Overflow: b.Overflow}
 }
 
-// Claim implements Backend. It returns an error if a host that begins to use this backend cannot
+// Claim implements backend.Backend. It returns an error if a host that begins to use this backend cannot
 // use the cloud. A host that already has a lease of this backend keeps it without a call of the cloud, because its pods
 // are running and its routes may be in place. The keeper then reports what is wrong.
-func (b *CloudBackend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
+func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim := b.Env.Claim("", prev)
 	leased := slices.ContainsFunc(claim.Endpoints, func(e subnet.Endpoint) bool { return e.Subnet.IsValid() })
 	if leased && (len(b.Env.Used) == 0 && prev.BackendType == "" || slices.Contains(b.Env.Used, b.Type)) {
@@ -93,20 +79,20 @@ func (b *CloudBackend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Cla
 	return claim, b.Cloud.Check(ctx)
 }
 
-// Start implements Backend.
-func (b *CloudBackend) Start(ctx context.Context, own subnet.Lease) (Network, error) {
+// Start implements backend.Backend.
+func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	p, err := b.Env.Programmer(ctx, b.Env.Scope())
 	if err != nil {
 		return nil, err
 	}
 	p.Base = b.Env.Base(own)
-	return &cloudNetwork{b, p, b.StartKeeper(own, p.Notifier)}, nil
+	return &network{b, p, b.StartKeeper(own, p.Notifier)}, nil
 }
 
 // StartKeeper starts a goroutine that keeps the routes of the cloud to this host right, until n is closed.
 // The goroutine notifies n when it has a result.
-func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
-	self := cloudHost(&own)
+func (b *Backend) StartKeeper(own subnet.Lease, n *backend.Notifier) *RouteKeeper {
+	self := hostOf(&own)
 	self.Addresses = append(self.Addresses, b.Env.Locals()...)
 	r := &RouteKeeper{calls: b.Calls, routes: cloud.NewKeeper(cloud.KeeperConfig{
 		Cloud: b.Cloud, Own: self, Networks: b.Env.Config.Prefixes(), Resync: b.Env.Resync, Tunnel: b.Overflow.Type != "",
@@ -121,17 +107,17 @@ func (b *CloudBackend) StartKeeper(own subnet.Lease, n *Notifier) *RouteKeeper {
 type RouteKeeper struct {
 	routes     *cloud.Keeper
 	calls      *cloud.Calls
-	complete   bool // Set.Complete of the last set
-	unreadable bool // Set.Unreadable of the last set
+	complete   bool // backend.Set.Complete of the last set
+	unreadable bool // backend.Set.Unreadable of the last set
 }
 
 // SetPeers tells the keeper the leases of the other hosts. It does nothing if peers names no change
 // since the last call.
-func (r *RouteKeeper) SetPeers(peers Set) {
+func (r *RouteKeeper) SetPeers(peers backend.Set) {
 	if peers.All || len(peers.Changed) > 0 || peers.Complete != r.complete || peers.Unreadable != r.unreadable {
 		r.complete = peers.Complete
 		r.unreadable = peers.Unreadable
-		r.routes.SetPeers(cloud.Peers{Hosts: cloudHosts(peers), Complete: r.complete, Unreadable: r.unreadable})
+		r.routes.SetPeers(cloud.Peers{Hosts: hosts(peers), Complete: r.complete, Unreadable: r.unreadable})
 	}
 }
 
@@ -145,23 +131,23 @@ func (r *RouteKeeper) CloudRoutes() cloud.Report {
 	return report
 }
 
-// cloudNetwork implements Network.
-type cloudNetwork struct {
-	*CloudBackend
-	*Programmer
+// network implements backend.Network.
+type network struct {
+	*Backend
+	*backend.Programmer
 	*RouteKeeper
 }
 
-// Check implements Network. Leases contain no backend data.
-func (*cloudNetwork) Check(subnet.Lease) ([]string, error) { return nil, nil }
+// Check implements backend.Network. Leases contain no backend data.
+func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
 // firstComparison limits how long a pass waits for the first comparison with the cloud.
 const firstComparison = 15 * time.Second
 
-// Sync implements Network. It waits up to firstComparison for the first comparison with the cloud.
+// Sync implements backend.Network. It waits up to firstComparison for the first comparison with the cloud.
 // It returns an error if that comparison has not ended by then, or if the routes to this host are
 // not in order. The keeper causes a further pass after each comparison.
-func (n *cloudNetwork) Sync(ctx context.Context, peers Set) (Outcome, error) {
+func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	o, failed := n.Programmer.Sync(ctx, peers)
 	n.SetPeers(peers)
 	ctx, cancel := context.WithTimeout(ctx, firstComparison)
@@ -174,24 +160,24 @@ func (n *cloudNetwork) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	return o, oneline.Join(failed, err)
 }
 
-// Report implements Network.
-func (n *cloudNetwork) Report() NetworkReport {
+// Report implements backend.Network.
+func (n *network) Report() backend.NetworkReport {
 	r := n.Programmer.Report()
 	routes := n.CloudRoutes()
 	r.Cloud = &routes
 	return r
 }
 
-// cloudHosts includes the hosts whose lease is refused, marked, because the routes to them must stay.
-func cloudHosts(peers Set) []cloud.Host {
+// hosts includes the hosts whose lease is refused, marked, because the routes to them must stay.
+func hosts(peers backend.Set) []cloud.Host {
 	var all []cloud.Host
 	for _, l := range peers.Leases {
-		all = append(all, cloudHost(l))
+		all = append(all, hostOf(l))
 	}
 	if peers.Refused != nil {
 		// If one family of a lease is refused, its host is in the list a second time.
 		for _, l := range peers.Refused() {
-			h := cloudHost(l)
+			h := hostOf(l)
 			h.Refused = true
 			all = append(all, h)
 		}
@@ -199,7 +185,7 @@ func cloudHosts(peers Set) []cloud.Host {
 	return all
 }
 
-func cloudHost(l *subnet.Lease) cloud.Host {
+func hostOf(l *subnet.Lease) cloud.Host {
 	h := cloud.Host{Subnets: l.Subnets()}
 	for _, e := range l.Endpoints {
 		h.Addresses = append(h.Addresses, e.PublicIP)
