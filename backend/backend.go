@@ -29,6 +29,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/endpoint"
 	"github.com/flanneld/flanneld/pkg/base/least"
+	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/subnet"
@@ -89,6 +90,15 @@ func (e Env) Locals() []netip.Addr {
 	return all
 }
 
+// MTU returns the size of the largest packets that pods may send in all enabled families. inside returns that of a family.
+func (e Env) MTU(inside func(prefix.Family) int) int {
+	mtu := e.Underlay.MTU
+	for _, n := range e.Config.Networks {
+		mtu = min(mtu, inside(n.Family()))
+	}
+	return mtu
+}
+
 // Reachable reports whether a may be the address of another host: a host address without a zone that
 // is not link-local, not on the external interface, and in none of the networks. The route to an
 // address in a network leads into the tunnel, so the tunnel's own packets to that address would
@@ -100,9 +110,10 @@ func (e Env) Reachable(a netip.Addr) bool {
 }
 
 // Direct returns the device whose directly connected network contains the peer with address dst, or ""
-// if there is none. The routes to pods are in the main table, so peers of a VRF are not directly connected.
-func (e Env) Direct(ctx context.Context, dst netip.Addr) (dev string, err error) {
-	if e.Underlay.VRF != "" {
+// if there is none or routing, the value of Backend.DirectRouting, is false. The routes to pods are in the main
+// table, so peers of a VRF are not directly connected.
+func (e Env) Direct(ctx context.Context, routing bool, dst netip.Addr) (dev string, err error) {
+	if !routing || e.Underlay.VRF != "" {
 		return "", nil
 	}
 	return e.Kernel.OnLink(ctx, dst, e.Underlay.Name)

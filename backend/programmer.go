@@ -26,7 +26,7 @@ import (
 // router may change its routes all the time.
 const volatilePause = time.Second
 
-// Programmer is the common part of the networks of all kernel backends. It makes the
+// Programmer is the network of a kernel backend, or its common part with others. It makes the
 // kernel's state match the leases of the peers.
 //
 // Two backends can share a Programmer, as in a migration. Each of them then has a part of it: a Programmer
@@ -263,6 +263,9 @@ func (p *Programmer) reroute(rerouted bool) (again time.Duration) {
 	}
 	return again
 }
+
+// Check implements Network for backends whose leases contain no data.
+func (*Programmer) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
 // Report implements Network.
 func (p *Programmer) Report() NetworkReport {

@@ -244,7 +244,7 @@ func TestResyncReads(t *testing.T) {
 		p := programmer(t, spy, resync)
 		s := backend.NewSyncer(backend.SyncerConfig{
 			Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}},
-			Own:    lease(1, "one"), Network: programmed{&network{}, p}, Sides: testSides, Ledger: &subnet.Ledger{}, Resync: resync,
+			Own:    lease(1, "one"), Network: p, Sides: testSides, Ledger: &subnet.Ledger{}, Resync: resync,
 		})
 		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
 		done := make(chan error)
@@ -264,20 +264,6 @@ func TestResyncReads(t *testing.T) {
 		}
 	})
 }
-
-// programmed is a network whose Sync, Changed and Close are those of a Programmer.
-type programmed struct {
-	*network
-	*backend.Programmer
-}
-
-func (p programmed) Report() backend.NetworkReport { return p.Programmer.Report() }
-
-func (p programmed) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
-	return p.Programmer.Sync(ctx, peers)
-}
-func (p programmed) Changed() <-chan struct{} { return p.Programmer.Changed() }
-func (p programmed) Close() error             { return p.Programmer.Close() }
 
 // programmer returns a Programmer with one plain route through eth0 for each peer. resync is the
 // interval at which it reads the whole kernel.

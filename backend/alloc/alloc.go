@@ -44,14 +44,5 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		return nil, err
 	}
 	p.Base = b.env.Base(own)
-	return &network{b, p}, nil
+	return p, nil
 }
-
-// network implements backend.Network.
-type network struct {
-	*Backend
-	*backend.Programmer
-}
-
-// Check implements backend.Network.
-func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }

@@ -138,9 +138,6 @@ type network struct {
 	*RouteKeeper
 }
 
-// Check implements backend.Network. Leases contain no backend data.
-func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
-
 // firstComparison limits how long a pass waits for the first comparison with the cloud.
 const firstComparison = 15 * time.Second
 

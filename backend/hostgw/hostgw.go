@@ -46,7 +46,7 @@ func (b *Backend) Describe() backend.Description {
 	return backend.Description{Scope: b.env.Scope(), LeaseType: Type, MTU: b.env.Underlay.MTU}
 }
 
-// Claim implements backend.Backend.
+// Claim implements backend.Backend. Leases contain no backend data.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	return b.env.Claim(Type, prev), nil
 }
@@ -59,17 +59,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	}
 	p.Base = b.env.Base(own)
 	p.Desired = b.desired
-	return &network{b, p}, nil
+	return p, nil
 }
-
-// network implements backend.Network.
-type network struct {
-	*Backend
-	*backend.Programmer
-}
-
-// Check implements backend.Network. Leases contain no backend data.
-func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
 func (b *Backend) desired(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	var objects []dataplane.Object

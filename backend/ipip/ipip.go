@@ -46,13 +46,15 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 
 	for _, n := range env.Config.Networks {
 		f := n.Family()
-		if mtu := env.Underlay.MTU - kinds[f].overhead; mtu < f.MinMTU() {
+		if mtu := b.deviceMTU(f); mtu < f.MinMTU() {
 			return nil, nil, fmt.Errorf("%s has an MTU of %d, which leaves %d bytes inside the tunnel: %s needs %d",
 				env.Underlay.Name, env.Underlay.MTU, mtu, f, f.MinMTU())
 		}
 	}
 	return b, warnings, nil
 }
+
+func (b *Backend) deviceMTU(f prefix.Family) int { return b.env.Underlay.MTU - kinds[f].overhead }
 
 // kind contains the differences of a tunnel between the address families.
 type kind struct {
@@ -78,7 +80,7 @@ func (b *Backend) scope() dataplane.Scope {
 // Describe implements backend.Backend.
 func (b *Backend) Describe() backend.Description {
 	d := backend.Description{
-		Scope: b.scope(), LeaseType: Type, MTU: b.mtu(), Usable: b.usable, Tunnels: map[prefix.Family][]firewall.Payload{},
+		Scope: b.scope(), LeaseType: Type, MTU: b.env.MTU(b.deviceMTU), Usable: b.usable, Tunnels: map[prefix.Family][]firewall.Payload{},
 	}
 	for f, k := range kinds {
 		d.Tunnels[f] = []firewall.Payload{{Protocol: k.protocol}}
@@ -91,10 +93,7 @@ const probeDevice = "flannel-try"
 
 // usable implements backend.Description.Usable.
 func (b *Backend) usable(ctx context.Context) error {
-	if err := b.checkDeviceNames(ctx); err != nil {
-		return err
-	}
-	links, err := b.env.Links(ctx, b.scope().Devices...)
+	links, err := b.links(ctx)
 	if err != nil {
 		return err
 	}
@@ -106,7 +105,7 @@ func (b *Backend) usable(ctx context.Context) error {
 			continue
 		}
 		err := b.env.TryDevice(ctx, dataplane.Link{
-			Name: probeDevice, Kind: k.link, MTU: b.env.Underlay.MTU - k.overhead, Tunnel: dataplane.Tunnel{Local: addr.Local},
+			Name: probeDevice, Kind: k.link, MTU: b.deviceMTU(n.Family()), Tunnel: dataplane.Tunnel{Local: addr.Local},
 		})
 		if err != nil {
 			return err
@@ -126,7 +125,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
-	if err := b.checkDeviceNames(ctx); err != nil {
+	if _, err := b.links(ctx); err != nil {
 		return nil, err
 	}
 	p, err := b.env.Programmer(ctx, b.scope())
@@ -140,40 +139,24 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err := p.SetUp(ctx); err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up ipip devices: %w", err), p.Close())
 	}
-	return &network{b, p}, nil
+	return p, nil
 }
 
-func (b *Backend) checkDeviceNames(ctx context.Context) error {
+// links returns the tunnel devices that exist.
+func (b *Backend) links(ctx context.Context) (map[string]dataplane.Link, error) {
 	links, err := b.env.Links(ctx, b.scope().Devices...)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	for _, n := range b.env.Config.Networks {
 		k := kinds[n.Family()]
 		// A device of another kind was given this name on purpose, so it is not replaced.
 		if l, ok := links[k.device]; ok && l.Kind != k.link {
-			return backend.DeviceConflict(l, k.link)
+			return nil, backend.DeviceConflict(l, k.link)
 		}
 	}
-	return nil
+	return links, nil
 }
-
-// network implements backend.Network.
-type network struct {
-	*Backend
-	*backend.Programmer
-}
-
-func (b *Backend) mtu() int {
-	mtu := b.env.Underlay.MTU
-	for _, net := range b.env.Config.Networks {
-		mtu = min(mtu, b.env.Underlay.MTU-kinds[net.Family()].overhead)
-	}
-	return mtu
-}
-
-// Check implements backend.Network.
-func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
 func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	want := b.env.TunnelBase(own)
@@ -185,7 +168,7 @@ func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 		}
 		k := kinds[f]
 		want.Add(dataplane.Link{
-			Name: k.device, Kind: k.link, MTU: b.env.Underlay.MTU - k.overhead, Up: true,
+			Name: k.device, Kind: k.link, MTU: b.deviceMTU(f), Up: true,
 			Tunnel: dataplane.Tunnel{Local: addr.Local},
 		}, dataplane.Addr{Dev: k.device, Prefix: prefix.Host(e.Subnet.Addr())})
 	}
@@ -195,12 +178,9 @@ func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	var objects []dataplane.Object
 	for _, e := range l.Endpoints {
-		var direct string
-		if b.config.DirectRouting {
-			var err error
-			if direct, err = b.env.Direct(ctx, e.PublicIP); err != nil {
-				return nil, err
-			}
+		direct, err := b.env.Direct(ctx, b.config.DirectRouting, e.PublicIP)
+		if err != nil {
+			return nil, err
 		}
 		objects = append(objects, desired(e, direct))
 	}

@@ -64,9 +64,5 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 
 // mtu is that of the one device of all families, so the longest outer header counts.
 func mtu(env backend.Env) int {
-	mtu := env.Underlay.MTU
-	for _, n := range env.Config.Networks {
-		mtu = min(mtu, env.Underlay.MTU-tunnel.Overhead(n.Family() == prefix.IPv6))
-	}
-	return mtu
+	return env.MTU(func(f prefix.Family) int { return env.Underlay.MTU - tunnel.Overhead(f == prefix.IPv6) })
 }

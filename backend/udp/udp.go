@@ -69,7 +69,7 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 // Check implements backend.Network. A lease with backend data belongs to another
 // backend. A lease without data may also belong to another backend: the leases of alloc look
 // the same.
-func (*Backend) Check(l subnet.Lease) ([]string, error) {
+func (*network) Check(l subnet.Lease) ([]string, error) {
 	for _, e := range l.Endpoints {
 		if len(e.Data) > 0 && string(e.Data) != "null" {
 			return nil, fmt.Errorf("the lease has backend data %.40q, which hosts with udp do not publish", e.Data)

@@ -167,7 +167,7 @@ func TestCheck(t *testing.T) {
 	for raw, ok := range map[string]bool{"": true, "null": true, `{"VNI":1}`: false, "{}": false} {
 		l := lease("a", "10.5.1.0/24", "192.168.77.1")
 		l.Endpoints[0].Data = json.RawMessage(raw)
-		if _, err := (&Backend{}).Check(l); (err == nil) != ok {
+		if _, err := (&network{}).Check(l); (err == nil) != ok {
 			t.Errorf("data %q: %v", raw, err)
 		}
 	}

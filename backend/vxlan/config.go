@@ -82,15 +82,10 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 
 // txChecksum decodes ChecksumOffload. ok is false for an unknown value.
 func (c config) txChecksum() (o dataplane.Offload, ok bool) {
-	switch strings.ToLower(c.ChecksumOffload) {
-	case "", "auto":
-		return dataplane.OffloadAuto, true
-	case "on":
-		return dataplane.OffloadOn, true
-	case "off":
-		return dataplane.OffloadOff, true
-	}
-	return dataplane.OffloadAuto, false
+	o, ok = map[string]dataplane.Offload{
+		"": dataplane.OffloadAuto, "auto": dataplane.OffloadAuto, "on": dataplane.OffloadOn, "off": dataplane.OffloadOff,
+	}[strings.ToLower(c.ChecksumOffload)]
+	return o, ok
 }
 
 // overhead is what encapsulation adds to a packet, in bytes.

@@ -20,12 +20,9 @@ type leaseData struct {
 	VtepMAC string
 }
 
-func encodeData(vni int, mac dataplane.MAC) (json.RawMessage, error) {
-	raw, err := json.Marshal(leaseData{VNI: vni, VtepMAC: mac.String()})
-	if err != nil {
-		return nil, fmt.Errorf("encode backend data: %w", err)
-	}
-	return raw, nil
+func encodeData(vni int, mac dataplane.MAC) json.RawMessage {
+	raw, _ := json.Marshal(leaseData{VNI: vni, VtepMAC: mac.String()}) // a number and a text always encode
+	return raw
 }
 
 func decodeData(raw json.RawMessage) (leaseData, error) {

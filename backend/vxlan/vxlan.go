@@ -48,6 +48,8 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 
 func (b *Backend) scope() dataplane.Scope { return b.env.Scope(b.devices()...) }
 
+func (b *Backend) deviceMTU(f prefix.Family) int { return b.config.deviceMTU(b.env.Underlay.MTU, f) }
+
 // Describe implements backend.Backend.
 func (b *Backend) Describe() backend.Description {
 	kind := Type
@@ -56,7 +58,7 @@ func (b *Backend) Describe() backend.Description {
 	}
 	packets := []firewall.Payload{{Protocol: firewall.UDP, Port: uint16(b.config.Port)}}
 	return backend.Description{
-		Scope: b.scope(), LeaseType: Type, MTU: b.mtu(), Ports: map[string][]int{kind: {b.config.Port}},
+		Scope: b.scope(), LeaseType: Type, MTU: b.env.MTU(b.deviceMTU), Ports: map[string][]int{kind: {b.config.Port}},
 		Tunnels: map[prefix.Family][]firewall.Payload{prefix.IPv4: packets, prefix.IPv6: packets}, Matches: b.matches,
 	}
 }
@@ -93,9 +95,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 		} else if dev, ok := links[b.device[n.Family()]]; ok && dev.Kind == "vxlan" && dev.MAC.IsUnicast() {
 			mac = dev.MAC
 		}
-		if claim.Endpoints[i].Data, err = encodeData(b.config.VNI, mac); err != nil {
-			return subnet.Claim{}, err
-		}
+		claim.Endpoints[i].Data = encodeData(b.config.VNI, mac)
 	}
 	return claim, nil
 }
@@ -135,22 +135,11 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err := p.SetUp(ctx); err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up vxlan devices: %w", err), p.Close())
 	}
-	return &network{b, p}, nil
+	return &network{p}, nil
 }
 
 // network implements backend.Network.
-type network struct {
-	*Backend
-	*backend.Programmer
-}
-
-func (b *Backend) mtu() int {
-	mtu := b.env.Underlay.MTU
-	for _, net := range b.env.Config.Networks {
-		mtu = min(mtu, b.config.deviceMTU(b.env.Underlay.MTU, net.Family()))
-	}
-	return mtu
-}
+type network struct{ *backend.Programmer }
 
 // Check implements backend.Network. The identities are the VTEP MACs. A peer may use the same
 // MAC for both families, because each has its own device.
@@ -169,12 +158,9 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	objects := make([]dataplane.Object, 0, 3*len(l.Endpoints)) // neighbour, FDB entry and route
 	for _, e := range l.Endpoints {
-		var direct string
-		var err error
-		if b.config.DirectRouting {
-			if direct, err = b.env.Direct(ctx, e.PublicIP); err != nil {
-				return nil, err
-			}
+		direct, err := b.env.Direct(ctx, b.config.DirectRouting, e.PublicIP)
+		if err != nil {
+			return nil, err
 		}
 		if objects, err = desired(objects, e, b.device[e.Family()], direct); err != nil {
 			return nil, err
@@ -199,7 +185,7 @@ func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 
 		name := b.device[f]
 		want.Add(dataplane.Link{
-			Name: name, Kind: "vxlan", MAC: mac, MTU: b.config.deviceMTU(b.env.Underlay.MTU, f), Up: true,
+			Name: name, Kind: "vxlan", MAC: mac, MTU: b.deviceMTU(f), Up: true,
 			VXLAN: dataplane.VXLAN{
 				VNI: b.config.VNI, Port: b.config.Port, Local: addr.Local, Underlay: b.env.Underlay.Name,
 				Learning: b.config.Learning, GBP: b.config.GBP,

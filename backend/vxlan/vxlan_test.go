@@ -139,9 +139,9 @@ func FuzzData(f *testing.F) {
 // TestEncodeData checks that encodeData returns the bytes that other flannel daemons write
 // and read.
 func TestEncodeData(t *testing.T) {
-	raw, err := encodeData(1, dataplane.MAC{0x72, 0x8d, 0x4e, 0x56, 0xa5, 0x33})
-	if err != nil || string(raw) != `{"VNI":1,"VtepMAC":"72:8d:4e:56:a5:33"}` {
-		t.Errorf("%s, %v", raw, err)
+	raw := encodeData(1, dataplane.MAC{0x72, 0x8d, 0x4e, 0x56, 0xa5, 0x33})
+	if string(raw) != `{"VNI":1,"VtepMAC":"72:8d:4e:56:a5:33"}` {
+		t.Errorf("%s", raw)
 	}
 }
 
