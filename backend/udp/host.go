@@ -209,21 +209,16 @@ func (h *Host) keptDevice(ctx context.Context, name string) *tunnel.Device {
 	h.askedSystemd = true // systemd passes it once
 	var found *tunnel.Device
 	for _, file := range activation.FilesWithNames()[name] {
-		raw, err := file.SyscallConn()
-		fd := -1
-		if err == nil {
-			cerr := raw.Control(func(old uintptr) { fd, err = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) })
-			err = oneline.Join(err, cerr)
-		}
+		fd, err := unix.FcntlInt(file.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 		_ = file.Close()
-		if err != nil || found != nil {
+		if err != nil {
 			continue
 		}
 		device, err := tunnel.AdoptDevice(fd)
 		if err != nil {
 			continue
 		}
-		if device.Name() != name || !device.Alive() {
+		if found != nil || device.Name() != name || !device.Alive() {
 			_ = device.Close()
 			continue
 		}

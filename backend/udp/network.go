@@ -26,8 +26,11 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	}
 	p.Base = b.base(own)
 	n := &network{Backend: b, own: own, Programmer: p}
-	if err := n.start(ctx); err != nil {
+	if err := n.openTunnel(ctx); err != nil {
 		return nil, oneline.Join(err, n.Close())
+	}
+	if err := n.SetUp(ctx); err != nil {
+		return nil, oneline.Join(fmt.Errorf("set up %s: %w", n.device(), err), n.Close())
 	}
 	return n, nil
 }
@@ -54,17 +57,7 @@ type network struct {
 	started bool                     // this network has started the tunnel, and is notified of its end
 }
 
-// start opens a tunnel that carries no packets yet, unless an earlier network has left it running.
-func (n *network) start(ctx context.Context) error {
-	if err := n.openTunnel(ctx); err != nil {
-		return err
-	}
-	if err := n.SetUp(ctx); err != nil {
-		return fmt.Errorf("set up %s: %w", n.device(), err)
-	}
-	return nil
-}
-
+// openTunnel opens a tunnel that carries no packets yet, unless an earlier network has left it running.
 func (n *network) openTunnel(ctx context.Context) (err error) {
 	var c tunnel.Config
 	for _, net := range n.env.Config.Networks {
@@ -101,8 +94,10 @@ func (n *network) startTunnel() error {
 
 // Sync implements backend.Network.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
-	if err := n.reopen(ctx); err != nil {
-		return backend.Outcome{}, err
+	if n.tunnel == nil || n.tunnel.Err() != nil || !n.tunnel.Device.Alive() {
+		if err := n.openTunnel(ctx); err != nil {
+			return backend.Outcome{}, err
+		}
 	}
 
 	n.leases = maps.Clone(peers.Leases)
@@ -128,14 +123,6 @@ func entries(set backend.Set, have map[netip.Prefix]netip.Addr) map[netip.Prefix
 		}
 	}
 	return want
-}
-
-// reopen opens a new device or tunnel unless both are in order.
-func (n *network) reopen(ctx context.Context) error {
-	if n.tunnel != nil && n.tunnel.Err() == nil && n.tunnel.Device.Alive() {
-		return nil
-	}
-	return n.openTunnel(ctx)
 }
 
 // objects implements backend.NetworkReport.Objects.
