@@ -3,7 +3,6 @@
 package wireguard
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -33,35 +32,32 @@ func encodeData(d leaseData) json.RawMessage {
 	return raw
 }
 
-// decodeNamed returns the zero Named if there is no PublicEndpoint, or an invalid one.
-func decodeNamed(raw json.RawMessage) endpoint.Named {
-	if !bytes.Contains(raw, []byte("PublicEndpoint")) { // as in nearly all leases
-		return endpoint.Named{}
-	}
-	var d struct{ PublicEndpoint string }
-	_ = json.Unmarshal(raw, &d)
-	n, _ := endpoint.Parse(d.PublicEndpoint) // zero with an error
-	return n
+// peerData is what the backend data of a peer says about one family.
+type peerData struct {
+	key  wgtypes.Key
+	port int            // 0 if the data contains none
+	name endpoint.Named // zero if the data contains no PublicEndpoint, or an invalid one
 }
 
-// decodeData returns port 0 if the data contains no port.
-func decodeData(raw json.RawMessage) (key wgtypes.Key, port int, err error) {
+func decodeData(raw json.RawMessage) (p peerData, err error) {
 	if len(raw) == 0 {
-		return key, 0, errors.New("no backend data, want a PublicKey")
+		return p, errors.New("no backend data, want a PublicKey")
 	}
 
 	var d leaseData
 	if err := json.Unmarshal(raw, &d); err != nil {
-		return key, 0, fmt.Errorf("backend data: %w", err)
+		return p, fmt.Errorf("backend data: %w", err)
 	}
 	if d.PublicKey == "" {
-		return key, 0, errors.New("backend data without a PublicKey")
+		return p, errors.New("backend data without a PublicKey")
 	}
-	if key, err = wgtypes.ParseKey(d.PublicKey); err != nil || key == (wgtypes.Key{}) {
-		return key, 0, fmt.Errorf("PublicKey %.60q is no key: want 32 bytes in base64", d.PublicKey)
+	if p.key, err = wgtypes.ParseKey(d.PublicKey); err != nil || p.key == (wgtypes.Key{}) {
+		return p, fmt.Errorf("PublicKey %.60q is no key: want 32 bytes in base64", d.PublicKey)
 	}
 	if d.Port < 0 || d.Port > 65535 {
-		return key, 0, fmt.Errorf("port %d: want 0 to 65535", d.Port)
+		return p, fmt.Errorf("port %d: want 0 to 65535", d.Port)
 	}
-	return key, d.Port, nil
+	p.port = d.Port
+	p.name, _ = endpoint.Parse(d.PublicEndpoint) // zero with an error
+	return p, nil
 }

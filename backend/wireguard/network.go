@@ -44,11 +44,11 @@ type network struct {
 func (n *network) Check(l subnet.Lease) ([]string, error) {
 	var ids []string
 	for _, e := range l.Endpoints {
-		key, _, err := decodeData(e.Data)
+		d, err := decodeData(e.Data)
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", e.Family(), err)
 		}
-		if id := "public key " + key.String(); !slices.Contains(ids, id) {
+		if id := "public key " + d.key.String(); !slices.Contains(ids, id) {
 			ids = append(ids, id)
 		}
 	}

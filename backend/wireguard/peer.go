@@ -25,8 +25,8 @@ func (b *Backend) peer(t tunnel, l subnet.Lease) (p discovery.Peer, ok bool) {
 		if !has {
 			continue
 		}
-		if key, _, err := decodeData(e.Data); err == nil && !ok {
-			p.Key = key
+		if d, err := decodeData(e.Data); err == nil && !ok {
+			p.Key = d.key
 			ok = true
 		}
 		p.Allowed = append(p.Allowed, e.Subnet)
@@ -37,13 +37,14 @@ func (b *Backend) peer(t tunnel, l subnet.Lease) (p discovery.Peer, ok bool) {
 		return discovery.Peer{}, false
 	}
 
-	p.Endpoint = netip.AddrPortFrom(outer.PublicIP, uint16(b.port(t, l, outer)))
+	d, _ := decodeData(outer.Data)
+	p.Endpoint = netip.AddrPortFrom(outer.PublicIP, uint16(b.port(t, l, d.port)))
 	for _, e := range l.Endpoints {
 		if len(t.outer) > 1 && e.PublicIP != outer.PublicIP {
 			p.Other = netip.AddrPortFrom(e.PublicIP, p.Endpoint.Port())
 		}
 	}
-	if p.Name = decodeNamed(outer.Data); !p.Name.IsZero() && p.Name.Port == 0 {
+	if p.Name = d.name; !p.Name.IsZero() && p.Name.Port == 0 {
 		p.Name.Port = p.Endpoint.Port()
 	}
 	return p, true
@@ -72,18 +73,19 @@ func (b *Backend) outer(t tunnel, l subnet.Lease) prefix.Family {
 	return prefix.IPv4
 }
 
-// port returns the UDP port to which t sends packets to endpoint outer of l.
-func (b *Backend) port(t tunnel, l subnet.Lease, outer subnet.Endpoint) int {
-	_, port, _ := decodeData(outer.Data)
+// port returns the UDP port to which t sends packets to the host with lease l. published is the one in the data of the
+// family of the outer packets, or 0.
+func (b *Backend) port(t tunnel, l subnet.Lease, published int) int {
 	if b.config.Mode != modeSeparate {
 		// flannel publishes ListenPortV6 for IPv6, even if its only device listens on ListenPort.
 		if four, ok := l.Endpoint(prefix.IPv4); ok {
-			_, port, _ = decodeData(four.Data)
-		} else if port == b.config.ListenPortV6 {
-			port = b.config.ListenPort
+			d, _ := decodeData(four.Data)
+			published = d.port
+		} else if published == b.config.ListenPortV6 {
+			published = b.config.ListenPort
 		}
 	}
-	return cmp.Or(port, t.port)
+	return cmp.Or(published, t.port)
 }
 
 // settings are the settings of a device, and those that all its peers share.

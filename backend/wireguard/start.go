@@ -167,12 +167,7 @@ func (b *Backend) kernelSupported(ctx context.Context, links map[string]dataplan
 		}
 	}
 
-	// The kernel loads its WireGuard module only when a device is created.
-	link := dataplane.Link{Name: probeDevice, Kind: dataplane.KindWireGuard, MTU: prefix.IPv6.MinMTU()}
-	for _, failed := range b.env.Kernel.Apply(ctx, []dataplane.Op{{Object: link}, {Object: link, Delete: true}}) {
-		return failed.Err
-	}
-	return nil
+	return b.env.TryDevice(ctx, dataplane.Link{Name: probeDevice, Kind: dataplane.KindWireGuard, MTU: prefix.IPv6.MinMTU()})
 }
 
 // removeKernelDevices removes the kernel's WireGuard devices of a start with another Implementation,

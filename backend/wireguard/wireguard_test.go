@@ -117,10 +117,10 @@ func TestData(t *testing.T) {
 		t.Errorf("%s", raw)
 	}
 	subnettest.CheckLeaseData(t, "wireguard", leaseData{}, func(raw json.RawMessage) error {
-		_, _, err := decodeData(raw)
+		_, err := decodeData(raw)
 		return err
 	})
-	if _, _, err := decodeData(nil); err == nil || !strings.Contains(err.Error(), "no backend data") {
+	if _, err := decodeData(nil); err == nil || !strings.Contains(err.Error(), "no backend data") {
 		t.Errorf("no data: %v", err)
 	}
 }
@@ -128,9 +128,9 @@ func TestData(t *testing.T) {
 func FuzzData(f *testing.F) {
 	f.Add([]byte(`{"PublicKey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=","Port":51820}`))
 	f.Fuzz(func(t *testing.T, raw []byte) {
-		k, port, err := decodeData(raw)
-		if err == nil && (k == wgtypes.Key{} || port < 0 || port > 65535) {
-			t.Errorf("%q gives key %v and port %d", raw, k, port)
+		d, err := decodeData(raw)
+		if err == nil && (d.key == wgtypes.Key{} || d.port < 0 || d.port > 65535) {
+			t.Errorf("%q gives key %v and port %d", raw, d.key, d.port)
 		}
 	})
 }
