@@ -27,8 +27,10 @@ func (o *Options) check() error {
 		{{"etcd-username", o.EtcdUsername}, {"etcd-password", o.EtcdPassword.Reveal()}},
 		{{"etcd-keyfile", o.EtcdKeyFile}, {"etcd-certfile", o.EtcdCertFile}},
 	} {
-		if err := o.together(pair[0], pair[1]); err != nil {
-			return err
+		for i, a := range pair {
+			if b := pair[1-i]; a.value != "" && b.value == "" {
+				return fmt.Errorf("%s is set and --%s is not: expected both or neither", o.Source(a.name), b.name)
+			}
 		}
 	}
 
@@ -103,16 +105,6 @@ func (o *Options) checkNetworks() error {
 	}
 	if info, err := os.Stat(o.SubnetDir); err == nil && !info.IsDir() {
 		return fmt.Errorf("%s %q is a file: expected a directory", o.Source("subnet-dir"), o.SubnetDir)
-	}
-	return nil
-}
-
-func (o *Options) together(a, b given) error {
-	if b.value != "" {
-		a, b = b, a
-	}
-	if a.value != "" && b.value == "" {
-		return fmt.Errorf("%s is set and --%s is not: expected both or neither", o.Source(a.name), b.name)
 	}
 	return nil
 }
