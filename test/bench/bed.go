@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"os"
@@ -255,38 +256,23 @@ func newEntries() entries {
 	return entries{map[netip.Prefix]netip.Addr{}, map[netip.Addr][6]byte{}, map[[6]byte]netip.Addr{}}
 }
 
-// check returns an error unless e has all objects that peers need, and none for another peer. kinds
-// selects the objects of each peer.
+// check returns an error unless e has all objects that peers need, and none for another peer. It removes the objects
+// that are for no peer. kinds selects the objects of each peer.
 func (e entries) check(peers []peer, kinds objects) error {
-	routes, neighs, fdb := 0, 0, 0 // numbers of objects for any peers
 	pods := netip.MustParsePrefix(podNetwork)
 	own := netip.MustParseAddr(ownSubnets)
 	hosts := netip.MustParsePrefix(peerNetwork)
 	ofPeer := func(a netip.Addr) bool { return pods.Contains(a) && a.Less(own) }
-	for dst := range e.routes {
-		if ofPeer(dst.Addr()) {
-			routes++
-		}
-	}
-
-	for ip := range e.neighs {
-		if ofPeer(ip) {
-			neighs++
-		}
-	}
-
-	for _, dst := range e.fdb {
-		if hosts.Contains(dst) {
-			fdb++
-		}
-	}
-
+	maps.DeleteFunc(e.routes, func(dst netip.Prefix, _ netip.Addr) bool { return !ofPeer(dst.Addr()) })
+	maps.DeleteFunc(e.neighs, func(ip netip.Addr, _ [6]byte) bool { return !ofPeer(ip) })
+	maps.DeleteFunc(e.fdb, func(_ [6]byte, dst netip.Addr) bool { return !hosts.Contains(dst) })
 	for _, p := range peers {
 		if e.routes[p.subnet] != p.gateway(kinds) || kinds.vtep && (e.neighs[p.subnet.Addr()] != p.mac || e.fdb[p.mac] != p.ip) {
 			return fmt.Errorf("peer %s has wrong entries: route via %s, neighbour %x, FDB entry to %s",
 				p.subnet, e.routes[p.subnet], e.neighs[p.subnet.Addr()], e.fdb[p.mac])
 		}
 	}
+	routes, neighs, fdb := len(e.routes), len(e.neighs), len(e.fdb)
 	if n := len(peers); routes != n || kinds.vtep && (neighs != n || fdb != n) {
 		return fmt.Errorf("%d routes, %d neighbours and %d FDB entries for %d peers", routes, neighs, fdb, n)
 	}

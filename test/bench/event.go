@@ -4,8 +4,6 @@ package main
 
 import (
 	"context"
-	"encoding/binary"
-	"net/netip"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -129,36 +127,19 @@ func (b *bed) listen(ctx context.Context, host *lab.Host, p peer) (wait func(gon
 func (p peer) concerned(typ uint16, payload []byte, ifindex int, gone bool) string {
 	switch {
 	case typ == unix.RTM_NEWROUTE && !gone, typ == unix.RTM_DELROUTE && gone:
-		if len(payload) < unix.SizeofRtMsg {
-			return ""
+		if dst, _, ok := parseRoute(payload); ok && dst == p.subnet {
+			return "route"
 		}
-		found := ""
-		attrs(payload[unix.SizeofRtMsg:], func(typ uint16, data []byte) {
-			if typ == unix.RTA_DST && payload[1] == byte(p.subnet.Bits()) && equalAddr(data, p.subnet.Addr()) {
-				found = "route"
-			}
-		})
-		return found
 
 	case typ == unix.RTM_NEWNEIGH && !gone, typ == unix.RTM_DELNEIGH && gone:
-		if len(payload) < unix.SizeofNdMsg || int(binary.NativeEndian.Uint32(payload[4:])) != ifindex {
-			return ""
+		n := parseNeigh(payload)
+		switch {
+		case n.ifindex != ifindex:
+		case n.family == unix.AF_BRIDGE && n.mac == p.mac:
+			return "FDB entry"
+		case n.family == unix.AF_INET && n.dst == p.subnet.Addr():
+			return "neighbour"
 		}
-		found := ""
-		attrs(payload[unix.SizeofNdMsg:], func(typ uint16, data []byte) {
-			switch {
-			case typ == unix.NDA_LLADDR && payload[0] == unix.AF_BRIDGE && string(data) == string(p.mac[:]):
-				found = "FDB entry"
-			case typ == unix.NDA_DST && payload[0] == unix.AF_INET && equalAddr(data, p.subnet.Addr()):
-				found = "neighbour"
-			}
-		})
-		return found
 	}
 	return ""
-}
-
-func equalAddr(data []byte, a netip.Addr) bool {
-	have, _ := netip.AddrFromSlice(data)
-	return have == a
 }

@@ -53,7 +53,7 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	must.Do(out.SetWriteDeadline(start.Add(d)))
 	used := b.carriersSpend(func() {
 		for time.Since(start) < d {
-			if _, err := load.send(leaving); !errors.Is(err, os.ErrDeadlineExceeded) {
+			if _, err := load.call(leaving.Write, unix.SYS_SENDMMSG); !errors.Is(err, os.ErrDeadlineExceeded) {
 				must.Do(err)
 			}
 		}
@@ -69,7 +69,7 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 func drain(in syscall.RawConn, received *atomic.Int64) {
 	room := newPackets(64, 2048)
 	for {
-		n, err := room.receive(in)
+		n, err := room.call(in.Read, unix.SYS_RECVMMSG)
 		if err != nil {
 			return
 		}
@@ -97,14 +97,6 @@ func newPackets(count, size int) *packets {
 		p.headers[i].SetIovlen(1)
 	}
 	return p
-}
-
-func (p *packets) send(to syscall.RawConn) (n int, err error) {
-	return p.call(to.Write, unix.SYS_SENDMMSG)
-}
-
-func (p *packets) receive(from syscall.RawConn) (n int, err error) {
-	return p.call(from.Read, unix.SYS_RECVMMSG)
 }
 
 // call makes the system call with that number through run, which waits until the kernel

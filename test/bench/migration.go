@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"net/netip"
 	"strings"
 	"time"
@@ -97,11 +96,7 @@ func (r *runner) migrationRound(ctx context.Context) (m migrated) {
 }
 
 func hasDevice(ctx context.Context, h *lab.Host, name string) bool {
-	err := h.Do(ctx, func() error {
-		_, err := net.InterfaceByName(name)
-		return err
-	})
-	return err == nil
+	return must.Catch(func() { inside(ctx, h.Namespace, func() { link(name) }) }) == nil
 }
 
 // carriedByHostGW returns the number of peers to which packets leave h directly.

@@ -4,7 +4,6 @@ package main
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"net/netip"
 	"time"
@@ -88,7 +87,7 @@ func (b *bed) countWrites(ctx context.Context, host *lab.Host) (count func() int
 					}
 
 				case unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH: // only those of the daemon's device, because the kernel resolves pods and hosts on others all the time
-					if int(binary.NativeEndian.Uint32(payload[4:])) == device {
+					if parseNeigh(payload).ifindex == device {
 						n++
 					}
 

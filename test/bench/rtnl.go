@@ -240,23 +240,39 @@ func (r *rtnl) dumpNeighs(family uint8, ifindex int, each func(dst netip.Addr, m
 	header := ndmsg(family, 0, 0)
 	clear(header[4:])
 	r.dump(unix.RTM_GETNEIGH, header, func(payload []byte) {
-		if len(payload) < unix.SizeofNdMsg || payload[0] != family ||
-			binary.NativeEndian.Uint16(payload[8:])&unix.NUD_PERMANENT == 0 {
-			return
+		if n := parseNeigh(payload); n.family == family && n.permanent {
+			each(n.dst, n.mac)
 		}
-
-		var dst netip.Addr
-		var mac [6]byte
-		attrs(payload[unix.SizeofNdMsg:], func(typ uint16, data []byte) {
-			switch typ {
-			case unix.NDA_DST:
-				dst, _ = netip.AddrFromSlice(data)
-			case unix.NDA_LLADDR:
-				copy(mac[:], data)
-			}
-		})
-		each(dst, mac)
 	}, attr32(unix.NDA_IFINDEX, uint32(ifindex)))
+}
+
+// kernelNeigh is a neighbour or, if its family is AF_BRIDGE, an FDB entry.
+type kernelNeigh struct {
+	family    uint8
+	ifindex   int
+	permanent bool
+	dst       netip.Addr
+	mac       [6]byte
+}
+
+// parseNeigh returns the entry that a message describes; zero if the message is too short.
+func parseNeigh(payload []byte) (n kernelNeigh) {
+	if len(payload) < unix.SizeofNdMsg {
+		return n
+	}
+
+	n.family = payload[0]
+	n.ifindex = int(binary.NativeEndian.Uint32(payload[4:]))
+	n.permanent = binary.NativeEndian.Uint16(payload[8:])&unix.NUD_PERMANENT != 0
+	attrs(payload[unix.SizeofNdMsg:], func(typ uint16, data []byte) {
+		switch typ {
+		case unix.NDA_DST:
+			n.dst, _ = netip.AddrFromSlice(data)
+		case unix.NDA_LLADDR:
+			copy(n.mac[:], data)
+		}
+	})
+	return n
 }
 
 // dumpRoutes reads the IPv4 unicast routes of the main table, and calls the function each for every one of
