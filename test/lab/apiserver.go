@@ -71,10 +71,7 @@ func (l *Lab) newAPIServer(o APIServerOptions) (*APIServer, error) {
 	s := &APIServer{lab: l, opt: o}
 	dir := l.underlay.Path(apiServerDir)
 	var err error
-	if s.files, err = writeTLSFiles(dir, "apiserver", slices.Concat(l.endpointAddrs(), o.ServiceAddrs), false); err != nil {
-		return nil, err
-	}
-	if s.tls, err = s.files.clientConfig(); err != nil {
+	if s.files, s.tls, err = writeTLSFiles(dir, "apiserver", slices.Concat(l.endpointAddrs(), o.ServiceAddrs), false); err != nil {
 		return nil, err
 	}
 
@@ -89,20 +86,11 @@ func (l *Lab) newAPIServer(o APIServerOptions) (*APIServer, error) {
 // Start starts the API server with the data that is in its store, and waits until it
 // answers. It must not be running.
 func (s *APIServer) Start(ctx context.Context) error {
-	p, err := startProcess(ctx, s.lab.underlay, processSpec{
-		name: "kube-apiserver", path: s.opt.Path, args: append(s.args(), s.opt.Args...), env: childEnv(nil),
-	})
-	if err != nil {
-		return fmt.Errorf("start API server: %w", err)
-	}
-	s.started(p)
-
-	client := &http.Client{Transport: s.Transport(s.lab.underlay), Timeout: 2 * time.Second}
-	defer client.CloseIdleConnections()
-
 	// This path allows anonymous requests as soon as the API server has created its roles.
 	url := "https://" + s.Addr(nil).String() + "/readyz"
-	return p.await(ctx, 50*time.Millisecond, func() error { return get(ctx, client, url) })
+	return s.start(ctx, s.lab.underlay, processSpec{
+		name: "kube-apiserver", path: s.opt.Path, args: append(s.args(), s.opt.Args...), env: childEnv(nil),
+	}, s.Transport(s.lab.underlay), url, 50*time.Millisecond)
 }
 
 func (s *APIServer) args() []string {

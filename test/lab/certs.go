@@ -70,20 +70,24 @@ func NewAuthority(dir string) (*Authority, error) {
 // CA returns the path of the authority's own certificate.
 func (a *Authority) CA() string { return a.file }
 
-func writeTLSFiles(dir, server string, addrs []netip.Addr, client bool) (f TLSFiles, err error) {
+// writeTLSFiles also returns the configuration of the lab's own clients.
+func writeTLSFiles(dir, server string, addrs []netip.Addr, client bool) (f TLSFiles, config *tls.Config, err error) {
 	ca, err := NewAuthority(dir)
 	if err != nil {
-		return f, err
+		return f, nil, err
 	}
 
 	f.CA = ca.CA()
 	if f.serverCert, f.serverKey, err = ca.Issue(server, addrs); err != nil {
-		return f, err
+		return f, nil, err
 	}
 	if client {
-		f.ClientCert, f.ClientKey, err = ca.Issue("flannel", nil)
+		if f.ClientCert, f.ClientKey, err = ca.Issue("flannel", nil); err != nil {
+			return f, nil, err
+		}
 	}
-	return f, err
+	config, err = f.clientConfig()
+	return f, config, err
 }
 
 // Issue writes a certificate and its key to files, and returns their paths. The

@@ -4,6 +4,7 @@ package lab
 
 import (
 	"context"
+	"crypto/tls"
 	"fmt"
 	"net"
 	"net/http"
@@ -41,7 +42,8 @@ type Etcd struct {
 	Program string // as EtcdOptions.Program; the next Start runs it
 	n       *Namespace
 	addrs   []netip.Addr
-	files   TLSFiles // zero without TLS
+	files   TLSFiles    // zero without TLS
+	tls     *tls.Config // of the lab's own clients; nil without TLS
 	env     []string
 
 	login          sync.Mutex // protects user and password
@@ -64,7 +66,7 @@ func newEtcd(n *Namespace, addrs []netip.Addr, opt EtcdOptions) (*Etcd, error) {
 	}
 
 	if opt.TLS {
-		e.files, err = writeTLSFiles(n.Path(tlsDir), "etcd", addrs, opt.ClientCerts)
+		e.files, e.tls, err = writeTLSFiles(n.Path(tlsDir), "etcd", addrs, opt.ClientCerts)
 	}
 	return e, err
 }
@@ -83,23 +85,11 @@ func (e *Etcd) Login(user, password string) {
 // Start starts the store with its existing data, and waits until it answers. It must not
 // be running.
 func (e *Etcd) Start(ctx context.Context) error {
-	p, err := startProcess(ctx, e.n, processSpec{name: etcdChild, path: e.Program, args: e.args(), env: childEnv(e.env)})
-	if err != nil {
-		return fmt.Errorf("start etcd: %w", err)
-	}
-	e.started(p)
-
-	transport := &http.Transport{DialContext: e.n.Dial, DisableKeepAlives: true}
-	if e.files.CA != "" {
-		if transport.TLSClientConfig, err = e.files.clientConfig(); err != nil {
-			return fmt.Errorf("start etcd: %w", err)
-		}
-	}
+	spec := processSpec{name: etcdChild, path: e.Program, args: e.args(), env: childEnv(e.env)}
+	transport := &http.Transport{DialContext: e.n.Dial, DisableKeepAlives: true, TLSClientConfig: e.tls.Clone()}
 
 	// A store without space is not healthy, but it answers this request.
-	url := e.Endpoints()[0] + "/version"
-	client := &http.Client{Transport: transport, Timeout: 2 * time.Second}
-	return p.await(ctx, 10*time.Millisecond, func() error { return get(ctx, client, url) })
+	return e.start(ctx, e.n, spec, transport, e.Endpoints()[0]+"/version", 10*time.Millisecond)
 }
 
 func (e *Etcd) args() []string {
@@ -147,17 +137,12 @@ func (e *Etcd) Client(ctx context.Context, change ...func(*clientv3.Config)) (*c
 		Endpoints: e.Endpoints(),
 		Context:   context.WithoutCancel(ctx),
 		Logger:    zap.NewNop(),
+		TLS:       e.tls.Clone(),
 		DialOptions: []grpc.DialOption{
 			grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) {
 				return e.n.Dial(ctx, "tcp", addr)
 			}),
 		},
-	}
-	if e.files.CA != "" {
-		var err error
-		if cfg.TLS, err = e.files.clientConfig(); err != nil {
-			return nil, fmt.Errorf("make etcd client: %w", err)
-		}
 	}
 
 	e.login.Lock()

@@ -217,29 +217,15 @@ func (f *Flow) Stop() FlowStats {
 	f.stop()
 
 	f.mu.Lock()
-	again := !f.stopped.IsZero()
-	if !again {
+	if f.stopped.IsZero() {
 		f.stopped = time.Now()
 	}
+	end := f.stopped.Add(grace)
 	f.mu.Unlock()
-	if again {
-		return f.Stats()
+
+	for len(f.Stats().Lost) > 0 && time.Now().Before(end) {
+		<-time.After(period)
 	}
-
-	patience := time.NewTimer(grace)
-	defer patience.Stop()
-	tick := time.NewTicker(period)
-	defer tick.Stop()
-
-	for waiting := true; waiting; {
-		select {
-		case <-tick.C:
-			waiting = len(f.Stats().Lost) > 0
-		case <-patience.C:
-			waiting = false
-		}
-	}
-
 	s := f.Stats()
 	f.near.Close()
 	f.far.Close()

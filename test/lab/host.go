@@ -217,18 +217,11 @@ func toRoute(r netlink.Route, family int) Route {
 		out.Via = via.Unmap()
 	}
 
-	out.Dst = netip.PrefixFrom(netip.IPv4Unspecified(), 0)
-	if family == unix.AF_INET6 {
-		out.Dst = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
+	dst, _ := netip.AddrFromSlice(r.Dst.IP)
+	if family == unix.AF_INET {
+		dst = dst.Unmap()
 	}
-	if r.Dst != nil {
-		if a, ok := netip.AddrFromSlice(r.Dst.IP); ok {
-			bits, _ := r.Dst.Mask.Size()
-			if family == unix.AF_INET {
-				a = a.Unmap()
-			}
-			out.Dst = netip.PrefixFrom(a, bits)
-		}
-	}
+	bits, _ := r.Dst.Mask.Size()
+	out.Dst = netip.PrefixFrom(dst, bits)
 	return out
 }

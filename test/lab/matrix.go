@@ -6,8 +6,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/base/wait"
@@ -70,16 +71,15 @@ func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.
 // reachAll sets Err of each cell. It tests 256 at the same time, so that many timeouts take little
 // longer than one.
 func reachAll(ctx context.Context, cells []*Cell) {
-	var wg sync.WaitGroup
-	slots := make(chan struct{}, 256)
+	var group errgroup.Group
+	group.SetLimit(256)
 	for _, c := range cells {
-		slots <- struct{}{}
-		wg.Go(func() {
+		group.Go(func() error {
 			c.Err = c.reach(ctx)
-			<-slots
+			return nil
 		})
 	}
-	wg.Wait()
+	_ = group.Wait()
 }
 
 func (c *Cell) reach(ctx context.Context) error {

@@ -76,17 +76,6 @@ func (l *Lab) networkNames() []string { // none for the only network, which has 
 	return names
 }
 
-func (l *Lab) leaseRoots() map[string]string {
-	roots := map[string]string{}
-	for _, name := range l.networkNames() {
-		roots[name] = Prefix + "/" + name
-	}
-	if len(roots) == 0 {
-		roots[""] = Prefix
-	}
-	return roots
-}
-
 // HasPods reports whether p is part of the pod range of a network of the lab.
 func (l *Lab) HasPods(p netip.Prefix) bool {
 	f := prefix.FamilyOf(p.Addr())

@@ -7,11 +7,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
+	"net/http"
 	"os"
 	"os/exec"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -32,7 +33,6 @@ type processSpec struct {
 	path string // of the binary, outside the namespace
 	args []string
 	env  []string
-	out  io.Writer // standard output; nil means the log
 }
 
 func startProcess(ctx context.Context, n *Namespace, s processSpec) (*process, error) {
@@ -49,10 +49,7 @@ func startProcess(ctx context.Context, n *Namespace, s processSpec) (*process, e
 		Env:    s.env,
 		Dir:    "/",
 		Stderr: p.log,
-		Stdout: s.out,
-	}
-	if s.out == nil {
-		p.cmd.Stdout = p.log
+		Stdout: p.log,
 	}
 	if err := n.Start(p.cmd); err != nil {
 		return nil, fmt.Errorf("%s: %w", n.name, err)
@@ -156,8 +153,7 @@ func (p *process) Wait(ctx context.Context) (code int, err error) {
 	}
 }
 
-// Log returns the output of the process so far. It does not contain the standard output
-// if that goes elsewhere.
+// Log returns the output of the process so far.
 func (p *process) Log() string { return string(p.log.bytes()) }
 
 // WaitLog waits until the log contains text. It returns an error if the process exits
@@ -219,46 +215,46 @@ func (p *process) await(ctx context.Context, period time.Duration, ask func() er
 
 // server is a program in the router's namespace that can be started again.
 type server struct {
-	mu   sync.Mutex
-	proc *process // nil before the first start
+	now atomic.Pointer[process] // the last start; nil before the first one
 }
 
-func (s *server) started(p *process) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.proc = p
-}
+// start starts the server, and waits until it answers at url. It asks through t, once in each period.
+func (s *server) start(ctx context.Context, n *Namespace, spec processSpec, t *http.Transport, url string, period time.Duration) error {
+	p, err := startProcess(ctx, n, spec)
+	if err != nil {
+		return fmt.Errorf("start %s: %w", spec.name, err)
+	}
+	s.now.Store(p)
 
-func (s *server) process() *process {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.proc
+	client := &http.Client{Transport: t, Timeout: 2 * time.Second}
+	defer client.CloseIdleConnections()
+	return p.await(ctx, period, func() error { return get(ctx, client, url) })
 }
 
 func (s *server) running() bool {
-	p := s.process()
+	p := s.now.Load()
 	return p != nil && p.Ended() == nil
 }
 
 // PID returns the process id, as the machine numbers it.
-func (s *server) PID() int { return s.process().PID() }
+func (s *server) PID() int { return s.now.Load().PID() }
 
 // Kill ends the server with SIGKILL and waits for its end. Its data stays.
 func (s *server) Kill() {
-	if p := s.process(); p != nil {
+	if p := s.now.Load(); p != nil {
 		p.Kill()
 	}
 }
 
 // Stop freezes the server with SIGSTOP: it still accepts connections but does not answer until
 // Cont.
-func (s *server) Stop() error { return s.process().Freeze() }
+func (s *server) Stop() error { return s.now.Load().Freeze() }
 
 // Cont resumes a frozen server.
-func (s *server) Cont() error { return s.process().Signal(syscall.SIGCONT) }
+func (s *server) Cont() error { return s.now.Load().Signal(syscall.SIGCONT) }
 
 // Log returns the output of the process that was started last.
-func (s *server) Log() string { return s.process().Log() }
+func (s *server) Log() string { return s.now.Load().Log() }
 
 func stopAll(daemons []*Daemon) {
 	const patience = 2 * time.Second
@@ -267,13 +263,10 @@ func stopAll(daemons []*Daemon) {
 		_ = d.Signal(unix.SIGTERM) // a daemon may already have exited
 	}
 
-	late := time.NewTimer(patience)
-	defer late.Stop()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
 	for _, d := range daemons {
-		select {
-		case <-d.exited:
-		case <-late.C:
-			late.Reset(0) // the time is up for the remaining daemons too
+		if _, err := d.Wait(ctx); err != nil {
 			d.Kill()
 		}
 	}

@@ -6,8 +6,8 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"maps"
 	"net/netip"
+	"path"
 	"slices"
 	"strings"
 	"time"
@@ -92,9 +92,12 @@ func (l *Lab) Leases(ctx context.Context) ([]Lease, error) {
 	defer c.Close()
 
 	var leases []Lease
-	roots := l.leaseRoots()
-	for _, network := range slices.Sorted(maps.Keys(roots)) {
-		of, err := leasesBelow(ctx, c, network, roots[network]+"/subnets/")
+	names := l.networkNames()
+	if len(names) == 0 {
+		names = []string{""}
+	}
+	for _, network := range slices.Sorted(slices.Values(names)) {
+		of, err := leasesBelow(ctx, c, network, path.Join(Prefix, network, "subnets")+"/")
 		if err != nil {
 			return nil, err
 		}

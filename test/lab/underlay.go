@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
 const router = 254 // the router's number on every segment, in place of a host number
@@ -143,9 +144,6 @@ func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Nam
 	// new carrier, and drops packets until then.
 	ctx, cancel := context.WithTimeoutCause(ctx, carrierTimeout, errors.New("no carrier"))
 	defer cancel()
-	tick := time.NewTicker(5 * time.Millisecond)
-	defer tick.Stop()
-
 	for _, end := range []struct {
 		of   *Namespace
 		link string
@@ -164,9 +162,7 @@ func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Nam
 				break
 			}
 
-			select {
-			case <-tick.C:
-			case <-ctx.Done():
+			if wait.For(ctx, 5*time.Millisecond) != nil {
 				return fmt.Errorf("wait for %s: %w", end.link, context.Cause(ctx))
 			}
 		}
