@@ -19,6 +19,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // part is the part of the tests that a run contains, or all.
@@ -118,7 +120,6 @@ func packagesOf(tests []test) []string {
 type selection struct {
 	tests []test // tests of all stages
 	part  part
-	name  string         // the only test that runs, or empty
 	match *regexp.Regexp // pattern for the names of the tests that run; nil if all run
 	sub   string         // pattern for the subtests that run; empty if all run
 	short bool           // whether tests run in their short form
@@ -130,27 +131,32 @@ func (s selection) shortForms() string { return fmt.Sprintf("-short=%v", s.short
 // newSelection reads the tests of the module. run is the name of a test or a pattern for names. After a
 // slash it may have a pattern for subtests. If run is empty, all tests are selected. If no test matches,
 // newSelection returns an error.
-func newSelection(ctx context.Context, p part, run string) (selection, error) {
-	s := selection{part: p}
-	var err error
-	if s.tests, err = findTests(ctx); err != nil {
-		return s, err
-	}
-	top, sub, _ := strings.Cut(run, "/")
-	s.sub = sub
-	if slices.ContainsFunc(s.tests, func(t test) bool { return t.name == top }) {
-		s.name = top
-		return s, nil
-	}
-	if top != "" {
-		if s.match, err = regexp.Compile(top); err != nil {
-			return s, fmt.Errorf("read the pattern of tests: %w", err)
+func newSelection(ctx context.Context, p part, run string) (s selection, err error) {
+	err = must.Catch(func() {
+		s = selection{tests: findTests(ctx), part: p}
+		var top string
+		top, s.sub, _ = strings.Cut(run, "/")
+		if top != "" {
+			s.match = s.matching(top)
 		}
-		if !slices.ContainsFunc(s.tests, func(t test) bool { return s.match.MatchString(t.name) }) {
-			return s, fmt.Errorf("no test matches %q", top)
-		}
+	})
+	return s, err
+}
+
+// matching returns a pattern that only the test with this name matches. If there is none, name is a pattern.
+func (s selection) matching(name string) *regexp.Regexp {
+	if slices.ContainsFunc(s.tests, func(t test) bool { return t.name == name }) {
+		return regexp.MustCompile("^" + name + "$")
 	}
-	return s, nil
+
+	match, err := regexp.Compile(name)
+	if err != nil {
+		must.Fail("read the pattern of tests: %w", err)
+	}
+	if !slices.ContainsFunc(s.tests, func(t test) bool { return match.MatchString(t.name) }) {
+		must.Fail("no test matches %q", name)
+	}
+	return match
 }
 
 // of returns the selection for a stage. It contains all tests of the stage if the whole stage belongs to
@@ -167,7 +173,7 @@ func (s selection) of(st stage) selection {
 func (s selection) split(stage string) (chosen, left []test) {
 	for _, t := range s.tests {
 		switch {
-		case t.stage() != stage, s.name != "" && t.name != s.name, s.match != nil && !s.match.MatchString(t.name):
+		case t.stage() != stage, s.match != nil && !s.match.MatchString(t.name):
 		case (s.part == all || t.rest == (s.part == rest)) && (!s.short || !t.long):
 			chosen = append(chosen, t)
 		default:
@@ -189,48 +195,38 @@ func (s selection) fuzzTargets() []test {
 	return slices.DeleteFunc(slices.Clone(s.tests), func(t test) bool { return !t.fuzzTarget() })
 }
 
-func findTests(ctx context.Context) ([]test, error) {
-	pkgs, err := packages(ctx)
-	if err != nil {
-		return nil, err
-	}
-	var tests []test
-	for _, p := range pkgs {
+func findTests(ctx context.Context) (tests []test) {
+	for _, p := range packages(ctx) {
 		for _, file := range append(p.TestGoFiles, p.XTestGoFiles...) {
-			found, err := testsOf(p.ImportPath, filepath.Join(p.Dir, file))
-			if err != nil {
-				return nil, err
-			}
-			tests = append(tests, found...)
+			tests = append(tests, testsOf(p.ImportPath, filepath.Join(p.Dir, file))...)
 		}
 	}
-	return tests, ambiguous(tests)
+	checkNames(tests)
+	return tests
 }
 
-// ambiguous returns an error if two tests have the same name and the same stage, but are in different
+// checkNames fails if two tests have the same name and the same stage, but are in different
 // parts. The patterns of go test do not contain the package, so a pattern for one test would match both.
-func ambiguous(tests []test) error {
+func checkNames(tests []test) {
 	type key struct{ stage, name string }
 	first := map[key]test{}
 	for _, t := range tests {
 		k := key{t.stage(), t.name}
 		if f, ok := first[k]; ok && (f.rest != t.rest || f.long != t.long) {
-			return fmt.Errorf("read tests: %s.%s and %s.%s are in different parts: give one another name", f.pkg, f.name, t.pkg, t.name)
+			must.Fail("read tests: %s.%s and %s.%s are in different parts: give one another name", f.pkg, f.name, t.pkg, t.name)
 		}
 		first[k] = t
 	}
-	return nil
 }
 
-// testsOf returns the tests in a file of the package pkg. It returns an error if the file contains a
+// testsOf returns the tests in a file of the package pkg. It fails if the file contains a
 // mark that has no reason or does not belong to a test.
-func testsOf(pkg, path string) ([]test, error) {
+func testsOf(pkg, path string) (tests []test) {
 	files := token.NewFileSet()
 	file, err := parser.ParseFile(files, path, nil, parser.ParseComments|parser.SkipObjectResolution)
 	if err != nil {
-		return nil, fmt.Errorf("read tests: %w", err)
+		must.Fail("read tests: %w", err)
 	}
-	var tests []test
 	marks := map[token.Pos]bool{} // positions of the marks that belong to a test
 	for _, d := range file.Decls {
 		f, ok := d.(*ast.FuncDecl)
@@ -256,11 +252,11 @@ func testsOf(pkg, path string) ([]test, error) {
 	for _, group := range file.Comments {
 		for _, c := range group.List {
 			if strings.HasPrefix(c.Text, "//stages:") && !marks[c.Pos()] {
-				return nil, fmt.Errorf("read tests: %s: want %s or %s with a reason, in the comment of a test", files.Position(c.Pos()), restMark, longMark)
+				must.Fail("read tests: %s: want %s or %s with a reason, in the comment of a test", files.Position(c.Pos()), restMark, longMark)
 			}
 		}
 	}
-	return tests, nil
+	return tests
 }
 
 func isTest(name string) bool {
@@ -281,22 +277,21 @@ type pkg struct {
 	TestGoFiles, XTestGoFiles []string
 }
 
-func packages(ctx context.Context) ([]pkg, error) {
+func packages(ctx context.Context) (pkgs []pkg) {
 	cmd := command(ctx, "go", "list", "-json=Dir,ImportPath,TestGoFiles,XTestGoFiles", "./...")
 	cmd.Stderr = os.Stderr
 	out, err := cmd.Output()
 	if err != nil {
-		return nil, fmt.Errorf("run go list: %w", err)
+		must.Fail("run go list: %w", err)
 	}
-	var pkgs []pkg
 	for dec := json.NewDecoder(strings.NewReader(string(out))); ; {
 		var p pkg
 		err := dec.Decode(&p)
 		if errors.Is(err, io.EOF) {
-			return pkgs, nil
+			return pkgs
 		}
 		if err != nil {
-			return nil, fmt.Errorf("read go list: %w", err)
+			must.Fail("read go list: %w", err)
 		}
 		pkgs = append(pkgs, p)
 	}
