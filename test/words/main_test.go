@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+
+	"github.com/flanneld/flanneld/test/must"
 )
 
 // tree writes files into a temporary folder and returns the folder.
@@ -39,7 +41,7 @@ func TestRun(t *testing.T) {
 		"testdata/e.md":  "Nobody.\n",
 	})
 	var out bytes.Buffer
-	err := run([]string{"-root", dir, "-words", filepath.Join(dir, "words.txt")}, &out)
+	err := must.Catch(func() { run([]string{"-root", dir, "-words", filepath.Join(dir, "words.txt")}, &out) })
 	want := []string{
 		`new/a.go:3: "nobody": name the subject`,
 		`new/a.go:3: "What it is.": no free clause`,
@@ -56,7 +58,8 @@ func TestRun(t *testing.T) {
 
 func TestRuleNeedsReason(t *testing.T) {
 	dir := tree(t, map[string]string{"words.txt": "\\bnobody\\b\n"})
-	if err := run([]string{"-root", dir, "-words", filepath.Join(dir, "words.txt")}, os.Stdout); err == nil || !strings.Contains(err.Error(), "has no reason") {
+	err := must.Catch(func() { run([]string{"-root", dir, "-words", filepath.Join(dir, "words.txt")}, os.Stdout) })
+	if err == nil || !strings.Contains(err.Error(), "has no reason") {
 		t.Errorf("got %v", err)
 	}
 }
