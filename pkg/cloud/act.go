@@ -126,7 +126,7 @@ func (c *comparison) remove(ctx context.Context, one step, since map[Route]time.
 	}
 
 	// The calls before this one took time. Is the reason still true?
-	c.view.hosts, c.view.known = c.leases.hosts()
+	c.view.hosts, c.view.known, _ = c.leases.hosts()
 	if why, _, _ := c.view.useless(one.Route); why == "" && one.why != whyGone {
 		return
 	}
@@ -182,12 +182,8 @@ func (p problems) error() error {
 func present(tables []Table, wanted []want) map[Route]bool {
 	right := map[Route]bool{}
 	for _, t := range tables {
-		all := map[Route]bool{}
-		for _, w := range wanted {
-			all[w.in(t.ID)] = true
-		}
 		for _, r := range t.Routes {
-			if all[r] {
+			if slices.ContainsFunc(wanted, r.fulfils) {
 				right[r] = true
 			}
 		}

@@ -73,21 +73,11 @@ func (e *MissingError) Error() string {
 	return what + ": " + e.Page + " has the policy to paste"
 }
 
-// waitingError means that this host waits for the end of a change in the cloud.
-type waitingError struct{ error }
-
-func (e *waitingError) Unwrap() error { return e.error }
-
-func waiting(err error) bool {
-	_, is := errors.AsType[*waitingError](err)
-	return is
-}
-
 // Transient reports whether err may disappear without an operator: the cloud does not answer, the cloud refuses
 // calls because there are too many, there is a route that the tables did not show, or this host waits for the end of a
 // change.
 func Transient(err error) bool {
-	return errors.Is(err, ErrThrottled) || errors.Is(err, ErrUnavailable) || errors.Is(err, ErrExists) || waiting(err)
+	return errors.Is(err, ErrThrottled) || errors.Is(err, ErrUnavailable) || errors.Is(err, ErrExists) || errors.Is(err, errChanging)
 }
 
 // Kind returns the kind of err. For the result of a call this is ok, throttled, unavailable, denied, quota
@@ -98,7 +88,7 @@ func Kind(err error) string {
 	switch {
 	case err == nil:
 		return "ok"
-	case waiting(err):
+	case errors.Is(err, errChanging):
 		return "waiting"
 	case errors.Is(err, ErrThrottled):
 		return "throttled"

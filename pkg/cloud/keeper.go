@@ -135,10 +135,10 @@ func (k *Keeper) compare(ctx context.Context) (again time.Duration, err error) {
 		wanted = append(wanted, want{Dst: dst, Target: target})
 	}
 
-	hosts, known := k.leases.hosts()
+	hosts, known, answered := k.leases.hosts()
 	c := &comparison{Keeper: k, before: k.right, right: present(tables, wanted), view: view{
 		tables: tables, wanted: wanted, networks: k.Networks, subnets: k.Own.Subnets, self: target,
-		hosts: hosts, known: known, answered: k.leases.answered(),
+		hosts: hosts, known: known, answered: answered,
 		since: k.since, now: time.Now(), resync: k.Resync, factor: k.factor,
 	}}
 	k.right = c.right

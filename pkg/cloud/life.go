@@ -28,7 +28,7 @@ const (
 var (
 	errUnanswered = errors.New("the store has not answered, and may have given the subnet to another host")
 	errForeign    = errors.New("flanneld does not replace it: remove it, or choose another Network")
-	errChanging   = &waitingError{errors.New("waiting until the cloud has finished")}
+	errChanging   = errors.New("waiting until the cloud has finished")
 )
 
 // Reasons why a route is removed, for the log.

@@ -37,27 +37,21 @@ func (l *leases) set(p Peers) {
 	}
 }
 
-// answered reports whether the store has told its leases and is connected.
-func (l *leases) answered() bool {
-	connected := !l.connected().IsZero()
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return connected && l.peers.Complete
-}
-
 // hosts returns all hosts that have a lease, including this one, and the time from which on this host has
-// learned of each new lease. Both are zero if there may be leases that this host does not know.
-func (l *leases) hosts() (all []Host, since time.Time) {
+// learned of each new lease. Both are zero if there may be leases that this host does not know. answered reports
+// whether the store has told its leases and is connected.
+func (l *leases) hosts() (all []Host, since time.Time, answered bool) {
 	connected := l.connected()
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if connected.IsZero() || l.completeSince.IsZero() {
-		return nil, time.Time{}
+	answered = !connected.IsZero() && l.peers.Complete
+	if !answered || l.peers.Unreadable {
+		return nil, time.Time{}, answered
 	}
 
 	since = l.completeSince
 	if connected.After(since) {
 		since = connected
 	}
-	return append(slices.Clone(l.peers.Hosts), l.own), since
+	return append(slices.Clone(l.peers.Hosts), l.own), since, answered
 }
