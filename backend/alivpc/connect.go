@@ -10,7 +10,6 @@ import (
 	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 func connect(ctx context.Context, cfg cloudnet.Keyed, calls *cloud.Calls) (*client, error) {
@@ -20,22 +19,17 @@ func connect(ctx context.Context, cfg cloudnet.Keyed, calls *cloud.Calls) (*clie
 	}
 	metadata := &access.Metadata{Cloud: name, Page: page, URL: address, Roles: "ram/security-credentials/", Session: "X-aliyun-ecs-metadata-token"}
 	c := &client{
-		Client: access.Client{HTTP: transport.NewClient(), Calls: calls, Renew: metadata.Renew}, metadata: metadata,
-		vpc: service{name: "vpc", version: "2016-04-28"},
-		ecs: service{name: "ecs", version: "2014-05-26"},
+		Client: access.NewClient(metadata, calls),
+		vpc:    service{name: "vpc", version: "2016-04-28"},
+		ecs:    service{name: "ecs", version: "2014-05-26"},
 	}
 
-	for _, value := range []struct {
-		path string
-		to   *string
-	}{{"region-id", &c.region}, {"instance-id", &c.instance}} {
-		if *value.to, err = c.metadata.Read(ctx, value.path); err != nil {
-			return nil, err
-		}
+	if err := metadata.Fill(ctx, []string{"region-id", "instance-id"}, &c.region, &c.instance); err != nil {
+		return nil, err
 	}
 
 	// flannel reads the first two environment variables, and programs of Alibaba Cloud the others.
-	c.Keys = access.First(c.metadata.Keys,
+	c.Keys = access.First(metadata.Keys,
 		cfg.Keys(),
 		access.Keys{ID: os.Getenv("ACCESS_KEY_ID"), Secret: os.Getenv("ACCESS_KEY_SECRET")},
 		access.Keys{ID: os.Getenv("ALIBABA_CLOUD_ACCESS_KEY_ID"), Secret: os.Getenv("ALIBABA_CLOUD_ACCESS_KEY_SECRET"), Token: os.Getenv("ALIBABA_CLOUD_SECURITY_TOKEN")},
@@ -58,10 +52,10 @@ func ecsHost(region string) string {
 }
 
 func (c *client) ownVSwitch(ctx context.Context, addresses []netip.Addr) (id string, primary bool, err error) {
-	found, err := c.metadata.Find(ctx, addresses, "private-ipv4s", "ipv6s")
+	found, err := c.Metadata.Find(ctx, addresses, "private-ipv4s", "ipv6s")
 	if err != nil {
 		return "", false, err
 	}
-	id, err = c.metadata.Read(ctx, found.Path("vswitch-id"))
+	id, err = c.Metadata.Read(ctx, found.Path("vswitch-id"))
 	return id, found.Primary, err
 }

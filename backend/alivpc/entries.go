@@ -6,7 +6,7 @@ import (
 	"net/netip"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 )
 
 // entry is a route as the API describes it.
@@ -96,5 +96,5 @@ func (i instance) primary() []netip.Addr {
 			texts = append(texts, a.Address)
 		}
 	}
-	return transport.Addresses(texts...)
+	return access.Addresses(texts...)
 }

@@ -17,7 +17,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/access/acs3"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 const (
@@ -31,7 +30,6 @@ type service struct{ name, version, endpoint string }
 // client makes calls of the RPC style: parameters in the URL, and answers in JSON.
 type client struct {
 	access.Client
-	metadata *access.Metadata
 	region   string
 	instance string // id
 	vpc, ecs service
@@ -60,7 +58,7 @@ func (c *client) once(ctx context.Context, keys access.Keys, s service, action s
 	req.Header.Set("Accept", "application/json") // else the answer may be XML
 	acs3.Sign(req, keys, acs3.Call{Action: action, Version: s.version, Time: time.Now(), Nonce: rand.Text()})
 
-	status, text, err := transport.Send(c.HTTP, req)
+	status, text, err := access.Send(c.HTTP, req)
 	if err != nil {
 		return err
 	}

@@ -20,7 +20,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 )
 
 const (
@@ -46,35 +46,32 @@ type vpc struct {
 	unread map[string]string
 }
 
-// find connects the client at the first call, and sets table, id and own.
-func (v *vpc) find(ctx context.Context) (*client, error) {
-	if v.api == nil {
-		api, err := v.connect(ctx)
-		if err != nil {
-			return nil, err
-		}
-		v.api = api
+// Join implements cloud.Cloud. It connects the client at the first call, and sets table, id and own. It changes nothing
+// in the cloud, because instances of Alibaba Cloud always get packets with foreign addresses.
+func (v *vpc) Join(ctx context.Context) (string, error) {
+	if err := access.Connect(ctx, &v.api, v.connect); err != nil {
+		return "", err
 	}
 
 	id, primary, err := v.api.ownVSwitch(ctx, v.addresses)
 	if err != nil {
-		return nil, err
+		return "", err
 	}
 	if !primary {
-		return nil, fmt.Errorf("the external interface is not the primary network interface of %s, to which routes to an instance lead: choose that one by --iface", v.api.instance)
+		return "", fmt.Errorf("the external interface is not the primary network interface of %s, to which routes to an instance lead: choose that one by --iface", v.api.instance)
 	}
 
 	answer, err := v.vSwitch(ctx, id)
 	if err != nil {
-		return nil, err
+		return "", err
 	}
 	if answer.Table.ID == "" {
-		return nil, fmt.Errorf("Alibaba Cloud knows no route table of vSwitch %s", id)
+		return "", fmt.Errorf("Alibaba Cloud knows no route table of vSwitch %s", id)
 	}
 	v.table = answer.Table.ID
 	v.id = answer.VPC
 	v.own = v.api.instance
-	return v.api, nil
+	return v.own, nil
 }
 
 type vSwitch struct {
@@ -135,16 +132,6 @@ func (v *vpc) convert(e entry) (cloud.Route, bool) {
 	return r, true
 }
 
-// Join implements cloud.Cloud. It changes nothing in the cloud, because instances of Alibaba Cloud
-// always get packets with foreign addresses.
-func (v *vpc) Join(ctx context.Context) (string, error) {
-	api, err := v.find(ctx)
-	if err != nil {
-		return "", err
-	}
-	return api.instance, nil
-}
-
 // Followed implements cloud.Cloud. It makes a call for each vSwitch of the hosts. It returns the error of such a call
 // only if cloud.Transient is true for it. It logs any other error, and the table is then not known.
 func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error) {
@@ -183,26 +170,19 @@ func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error
 
 // Tables implements cloud.Cloud. It must be called after Join or Check.
 func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
-	entries, err := v.list(ctx)
+	routes, err := v.routes(ctx, func(entry, cloud.Route) bool { return true })
 	if err != nil {
 		return nil, err
 	}
-	table := cloud.Table{ID: v.table, Own: true}
-	for _, e := range entries {
-		if r, ok := v.convert(e); ok {
-			table.Routes = append(table.Routes, r)
-		}
-	}
-
-	tables := []cloud.Table{table}
+	tables := []cloud.Table{{ID: v.table, Own: true, Routes: routes}}
 	other := func(r cloud.Route) bool {
 		return r.State == cloud.Carrying && r.Target != v.api.instance && strings.HasPrefix(r.Target, "i-")
 	}
-	return tables, cloud.Look(tables, v.networks, other, func(ids []string) (map[string]cloud.State, error) { return v.states(ctx, ids) })
+	return tables, cloud.Look(ctx, tables, v.networks, other, v.running)
 }
 
-// states returns the states of instances: a route does not say whether its target exists and runs.
-func (v *vpc) states(ctx context.Context, ids []string) (map[string]cloud.State, error) {
+// running reports whether instances run: a route does not say whether its target exists and runs.
+func (v *vpc) running(ctx context.Context, ids []string) (map[string]bool, error) {
 	instances, err := v.instances(ctx, append(ids, v.api.instance))
 	if err != nil {
 		return nil, err
@@ -211,19 +191,17 @@ func (v *vpc) states(ctx context.Context, ids []string) (map[string]cloud.State,
 		return nil, fmt.Errorf("%w about this instance yet: ECS does not know %s", cloud.ErrUnavailable, v.api.instance)
 	}
 
-	states := map[string]cloud.State{}
+	running := map[string]bool{}
 	for id, i := range instances {
-		states[id] = cloud.Carrying
-		if !i.runs() {
-			states[id] = cloud.Idle
-		}
+		running[id] = i.runs()
 	}
-	return states, nil
+	return running, nil
 }
 
-func (v *vpc) list(ctx context.Context) (all []entry, err error) {
+// routes returns the routes of the table for which is(e, r) is true. e is the route r as the API describes it.
+func (v *vpc) routes(ctx context.Context, is func(e entry, r cloud.Route) bool) (all []cloud.Route, err error) {
 	params := url.Values{"RouteTableId": {v.table}, "MaxResult": {strconv.Itoa(pageSize)}}
-	err = transport.Pages(params, "NextToken", func() (string, error) {
+	err = access.Pages(params, "NextToken", func() (string, error) {
 		var answer struct {
 			Entries struct {
 				All []entry `json:"RouteEntry"`
@@ -231,7 +209,11 @@ func (v *vpc) list(ctx context.Context) (all []entry, err error) {
 			NextToken string
 		}
 		err := v.api.call(ctx, v.api.vpc, "DescribeRouteEntryList", params, &answer)
-		all = append(all, answer.Entries.All...)
+		for _, e := range answer.Entries.All {
+			if r, ok := v.convert(e); ok && is(e, r) {
+				all = append(all, r)
+			}
+		}
 		return answer.NextToken, err
 	})
 	return all, err
@@ -254,7 +236,7 @@ func (v *vpc) instances(ctx context.Context, ids []string) (map[string]instance,
 // describe adds the instances that params choose to all, by id.
 func (v *vpc) describe(ctx context.Context, params url.Values, all map[string]instance) error {
 	params.Set("MaxResults", strconv.Itoa(pageSize))
-	return transport.Pages(params, "NextToken", func() (string, error) {
+	return access.Pages(params, "NextToken", func() (string, error) {
 		var answer struct {
 			Instances struct {
 				All []instance `json:"Instance"`
@@ -281,8 +263,8 @@ func absent(err error) bool {
 // have decided to replace a route by an old list of routes.
 func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	if replace {
-		foreign, err := v.has(ctx, func(have cloud.Route) bool { return have.Dst == r.Dst && have.Foreign != "" })
-		if err != nil || foreign {
+		foreign, err := v.routes(ctx, func(_ entry, have cloud.Route) bool { return have.Dst == r.Dst && have.Foreign != "" })
+		if err != nil || len(foreign) > 0 {
 			return cmp.Or(err, cloud.ErrExists)
 		}
 		err = v.api.call(ctx, v.api.vpc, "ModifyRouteEntry", v.writeParams("New", r), nil)
@@ -323,22 +305,14 @@ func (v *vpc) await(ctx context.Context, r cloud.Route) error {
 	defer cancel()
 	pauses := wait.Backoff{Least: leastPoll, Most: mostPoll}
 	for {
-		changing, err := v.has(ctx, func(have cloud.Route) bool { return have.Dst == r.Dst && have.State == cloud.Changing })
-		if err != nil || !changing {
+		changing, err := v.routes(ctx, func(_ entry, have cloud.Route) bool { return have.Dst == r.Dst && have.State == cloud.Changing })
+		if err != nil || len(changing) == 0 {
 			return err
 		}
 		if pauses.Wait(ctx, 0) != nil {
 			return fmt.Errorf("%w with a route that is available: it still changes", cloud.ErrUnavailable)
 		}
 	}
-}
-
-func (v *vpc) has(ctx context.Context, is func(r cloud.Route) bool) (bool, error) {
-	now, err := v.list(ctx)
-	return slices.ContainsFunc(now, func(e entry) bool {
-		r, ok := v.convert(e)
-		return ok && is(r)
-	}), err
 }
 
 func routeParams(r cloud.Route) url.Values {
@@ -363,16 +337,11 @@ func removeParams(r cloud.Route) url.Values {
 // Remove implements cloud.Cloud. The call names the target, but would also delete a route to this
 // target that has become foreign. So Remove reads the route again right before the call.
 func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
-	now, err := v.list(ctx)
-	if err != nil {
+	found, err := v.routes(ctx, func(e entry, have cloud.Route) bool {
+		return have.Dst == r.Dst && have.Target == r.Target && have.ByCall && have.Foreign == "" && !cloud.OfOther(e.Description, v.cluster)
+	})
+	if err != nil || len(found) == 0 {
 		return err
-	}
-	same := func(e entry) bool {
-		have, ok := v.convert(e)
-		return ok && have.Dst == r.Dst && have.Target == r.Target && have.ByCall && have.Foreign == "" && !cloud.OfOther(e.Description, v.cluster)
-	}
-	if !slices.ContainsFunc(now, same) {
-		return nil
 	}
 
 	err = v.api.call(ctx, v.api.vpc, "DeleteRouteEntry", removeParams(r), nil)
@@ -384,8 +353,7 @@ func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
 
 // Check implements cloud.Cloud.
 func (v *vpc) Check(ctx context.Context) error {
-	api, err := v.find(ctx)
-	if err != nil {
+	if _, err := v.Join(ctx); err != nil {
 		return err
 	}
 	tables, err := v.Tables(ctx)
@@ -399,7 +367,7 @@ func (v *vpc) Check(ctx context.Context) error {
 	// These ranges are for documentation, so the calls would do no harm even if they were not dry runs.
 	var rights cloud.Rights
 	for _, n := range v.networks {
-		nowhere := cloud.Route{Table: v.table, Dst: netip.MustParsePrefix("192.0.2.0/24"), Target: api.instance}
+		nowhere := cloud.Route{Table: v.table, Dst: netip.MustParsePrefix("192.0.2.0/24"), Target: v.own}
 		if prefix.FamilyOf(n.Addr()) == prefix.IPv6 {
 			nowhere.Dst = netip.MustParsePrefix("2001:db8::/64")
 		}
@@ -408,9 +376,9 @@ func (v *vpc) Check(ctx context.Context) error {
 			action string
 			params url.Values
 		}{{"CreateRouteEntry", v.writeParams("", nowhere)}, {"ModifyRouteEntry", v.writeParams("New", nowhere)}, {"DeleteRouteEntry", removeParams(nowhere)}} {
-			err := api.try(ctx, call.action, call.params)
+			err := v.api.try(ctx, call.action, call.params)
 			if isCode(err, "OperationUnsupported.Ipv6EntryOnPrimaryNetworkInterface") {
-				return fmt.Errorf("Alibaba Cloud allows no IPv6 routes to the primary network interface of %s: remove IPv6Network, or set EnableIPv6 to false: %w", api.instance, err)
+				return fmt.Errorf("Alibaba Cloud allows no IPv6 routes to the primary network interface of %s: remove IPv6Network, or set EnableIPv6 to false: %w", v.own, err)
 			}
 			if err := rights.Note(err); err != nil {
 				return err

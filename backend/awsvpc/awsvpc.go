@@ -30,7 +30,7 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	calls := &cloud.Calls{}
 	v := &vpc{
 		config: c, networks: env.Config.Prefixes(), addresses: env.Locals(),
-		connect: func(ctx context.Context) (*client, string, error) { return connect(ctx, env.Locals(), calls) },
+		connect: func(ctx context.Context) (*client, error) { return connect(ctx, env.Locals(), calls) },
 	}
 	return &cloudnet.Backend{Type: Type, Env: env, Cloud: v, Calls: calls, Overflow: c.Overflow}, warnings, nil
 }

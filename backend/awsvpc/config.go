@@ -10,7 +10,7 @@ import (
 	"strings"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -56,7 +56,7 @@ func (t *tableIDs) UnmarshalJSON(raw []byte) error {
 
 func parseConfig(raw json.RawMessage) (config, []string, error) {
 	c := config{}
-	warnings, err := subnet.DecodeBackend(raw, &c)
+	warnings, err := cloudnet.Decode(raw, &c, nil)
 	if err != nil {
 		return c, nil, err
 	}
@@ -72,8 +72,7 @@ func parseConfig(raw json.RawMessage) (config, []string, error) {
 			return c, nil, fmt.Errorf(`Backend.RouteTableFilter contains %q: want name=value, such as "tag:cluster=blue"`, subnet.Shorten(f))
 		}
 	}
-	secrets, err := cloud.SecretKeys(raw)
-	return c, append(warnings, secrets...), err
+	return c, warnings, nil
 }
 
 // choosesTables reports false if the table is that of the host's subnet.

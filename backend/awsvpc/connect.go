@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"net/url"
 	"os"
 	"slices"
 	"strings"
@@ -19,10 +18,9 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
-func connect(ctx context.Context, addresses []netip.Addr, calls *cloud.Calls) (*client, string, error) {
+func connect(ctx context.Context, addresses []netip.Addr, calls *cloud.Calls) (*client, error) {
 	only6 := len(addresses) > 0 && !slices.ContainsFunc(addresses, netip.Addr.Is4)
 	standard := "http://169.254.169.254"
 	if only6 {
@@ -30,20 +28,18 @@ func connect(ctx context.Context, addresses []netip.Addr, calls *cloud.Calls) (*
 	}
 	service, err := access.Endpoint("AWS_EC2_METADATA_SERVICE_ENDPOINT", standard)
 	if err != nil {
-		return nil, "", err
+		return nil, err
 	}
 
 	metadata := &access.Metadata{Cloud: "EC2", Page: page, URL: service, Roles: "iam/security-credentials/", Session: "X-aws-ec2-metadata-token"}
-	c := &client{Client: access.Client{HTTP: transport.NewClient(), Calls: calls, Renew: metadata.Renew}, signer: v4.NewSigner()}
-	var instance, domain string
-	for path, to := range map[string]*string{"placement/region": &c.region, "instance-id": &instance, "services/domain": &domain} {
-		*to, err = metadata.Read(ctx, path)
-		if errors.Is(err, access.ErrUndefined) { // a service that has no such value is not EC2's, or not ready
-			err = fmt.Errorf("%w: %w", cloud.ErrUnavailable, err)
-		}
-		if err != nil {
-			return nil, "", err
-		}
+	c := &client{Client: access.NewClient(metadata, calls), signer: v4.NewSigner()}
+	var domain string
+	err = metadata.Fill(ctx, []string{"placement/region", "instance-id", "services/domain"}, &c.region, &c.instance, &domain)
+	if errors.Is(err, access.ErrUndefined) { // a service that has no such value is not EC2's, or not ready
+		err = fmt.Errorf("%w: %w", cloud.ErrUnavailable, err)
+	}
+	if err != nil {
+		return nil, err
 	}
 
 	c.Keys = access.First(role(metadata), access.Keys{
@@ -54,7 +50,7 @@ func connect(ctx context.Context, addresses []netip.Addr, calls *cloud.Calls) (*
 	}
 	// All programs that use the SDK of AWS read these environment variables.
 	c.endpoint = cmp.Or(os.Getenv("AWS_ENDPOINT_URL_EC2"), os.Getenv("AWS_ENDPOINT_URL"), "https://ec2."+c.region+"."+domain)
-	return c, instance, nil
+	return c, nil
 }
 
 func dualStack() map[string]string {
@@ -81,7 +77,7 @@ func role(metadata *access.Metadata) access.Provider {
 	}
 
 	cache := aws.NewCredentialsCache(endpointcreds.New(agent, func(o *endpointcreds.Options) {
-		o.HTTPClient = transport.NewDirect()
+		o.HTTPClient = access.NewDirect()
 		o.AuthorizationToken = os.Getenv("AWS_CONTAINER_AUTHORIZATION_TOKEN")
 		if path := os.Getenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"); path != "" {
 			o.AuthorizationTokenProvider = tokenFile(path)
@@ -90,7 +86,7 @@ func role(metadata *access.Metadata) access.Provider {
 	return func(ctx context.Context) (access.Keys, error) {
 		have, err := cache.Retrieve(ctx)
 		if err != nil {
-			return access.Keys{}, fmt.Errorf("%w: get credentials from the agent of the container: %s", cloud.ErrUnavailable, transport.Reason(err))
+			return access.Keys{}, fmt.Errorf("%w: get credentials from the agent of the container: %s", cloud.ErrUnavailable, access.Reason(err))
 		}
 		return access.Keys{ID: have.AccessKeyID, Secret: have.SecretAccessKey, Token: have.SessionToken}, nil
 	}
@@ -98,13 +94,7 @@ func role(metadata *access.Metadata) access.Provider {
 
 // trusted reports whether the token of a container may be sent to that URL.
 func trusted(agent string) bool {
-	u, err := url.Parse(agent)
-	if err != nil || u.Scheme == "https" {
-		return err == nil && u.Hostname() != ""
-	}
-	agents := []string{"169.254.170.2", "169.254.170.23", "fd00:ec2::23"} // of ECS, and of EKS
-	a, err := netip.ParseAddr(u.Hostname())
-	return u.Scheme == "http" && (u.Hostname() == "localhost" || err == nil && (a.IsLoopback() || slices.Contains(agents, a.String())))
+	return access.Confidential(agent, "169.254.170.2", "169.254.170.23", "fd00:ec2::23") // agents of ECS, and of EKS
 }
 
 // tokenFile is the path of a file with a token that other programs renew.

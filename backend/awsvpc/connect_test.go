@@ -50,12 +50,12 @@ func TestEndpoint(t *testing.T) {
 		server.Start()
 		t.Cleanup(server.Close)
 		t.Setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", server.URL) // has brackets, as http://[fd00:ec2::254] does
-		c, id, err := connect(t.Context(), []netip.Addr{netip.MustParseAddr(test.address)}, &cloud.Calls{})
+		c, err := connect(t.Context(), []netip.Addr{netip.MustParseAddr(test.address)}, &cloud.Calls{})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if c.endpoint != test.want || id != "i-1" {
-			t.Errorf("%+v: endpoint %s of instance %s", test, c.endpoint, id)
+		if c.endpoint != test.want || c.instance != "i-1" {
+			t.Errorf("%+v: endpoint %s of instance %s", test, c.endpoint, c.instance)
 		}
 	}
 }

@@ -14,7 +14,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 )
 
 const (
@@ -27,12 +27,11 @@ type vpc struct {
 	config    config
 	networks  []netip.Prefix
 	addresses []netip.Addr // of the external interface
-	connect   func(context.Context) (*client, string, error)
+	connect   func(context.Context) (*client, error)
 
-	api      *client // nil before the first connection
-	instance string
-	own      networkInterface // of this host, as the last Join or Check has found it
-	main     string           // id of the main table of the VPC; empty if it is not known since the last Tables
+	api  *client          // nil before the first connection
+	own  networkInterface // of this host, as the last Join or Check has found it
+	main *routeTable      // of the VPC; nil if it is not known since the last Tables
 }
 
 // instanceAnswer is the answer of DescribeInstances.
@@ -58,7 +57,7 @@ type networkInterface struct {
 }
 
 func (n networkInterface) addresses() []netip.Addr {
-	return transport.Addresses(slices.Concat(n.IPv4, n.Public, n.IPv6)...)
+	return access.Addresses(slices.Concat(n.IPv4, n.Public, n.IPv6)...)
 }
 
 // tableAnswer is the answer of DescribeRouteTables.
@@ -116,16 +115,11 @@ func state(text string) (s cloud.State, ok bool) {
 
 // find connects the client at the first call, and sets own.
 func (v *vpc) find(ctx context.Context) (*client, error) {
-	if v.api == nil {
-		api, instance, err := v.connect(ctx)
-		if err != nil {
-			return nil, err
-		}
-		v.api = api
-		v.instance = instance
+	if err := access.Connect(ctx, &v.api, v.connect); err != nil {
+		return nil, err
 	}
 
-	instances, err := describeInstances(ctx, v.api, url.Values{"InstanceId.1": {v.instance}})
+	instances, err := describeInstances(ctx, v.api, url.Values{"InstanceId.1": {v.api.instance}})
 	if isCode(err, "InvalidInstanceID.NotFound") { // the instance has just booted
 		return nil, fmt.Errorf("%w about this instance yet: %w", cloud.ErrUnavailable, err)
 	}
@@ -143,7 +137,7 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 			}
 		}
 	}
-	return nil, fmt.Errorf("no network interface of instance %s has an address of the external interface: EC2 does not know %v", v.instance, v.addresses)
+	return nil, fmt.Errorf("no network interface of instance %s has an address of the external interface: EC2 does not know %v", v.api.instance, v.addresses)
 }
 
 // Join implements cloud.Cloud. It switches the source/dest check of the network interface off,
@@ -167,14 +161,21 @@ func checkOff(n networkInterface) url.Values {
 
 // Followed implements cloud.Cloud.
 func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error) {
-	interfaces := map[netip.Addr]networkInterface{}
+	known := map[netip.Addr]string{} // ids of the subnets of network interfaces, by each address
+	subnetOf := func(h cloud.Host) (id string) {
+		for _, a := range h.Addresses {
+			id = cmp.Or(id, known[a])
+		}
+		return id
+	}
+
 	for _, by := range []struct {
 		filter string
 		is4    bool
 	}{{"addresses.private-ip-address", true}, {"addresses.association.public-ip", true}, {"ipv6-addresses.ipv6-address", false}} {
 		var texts []string
 		for _, h := range hosts {
-			if _, known := interfaceOf(interfaces, h); known {
+			if subnetOf(h) != "" {
 				continue
 			}
 			for _, a := range h.Addresses {
@@ -193,77 +194,68 @@ func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error
 			for _, i := range instances {
 				for _, n := range i.Interfaces {
 					for _, a := range n.addresses() {
-						interfaces[a] = n
+						known[a] = n.Subnet
 					}
 				}
 			}
 		}
 	}
 
-	tables, err := v.tablesOf(ctx, hosts, interfaces)
+	var subnets []string
+	for _, h := range hosts {
+		if id := subnetOf(h); id != "" {
+			subnets = append(subnets, id)
+		}
+	}
+	tables, err := v.tablesOf(ctx, subnets)
 	if err != nil {
 		return nil, err
 	}
 	followed := make([]string, len(hosts))
 	for i, h := range hosts {
-		if n, known := interfaceOf(interfaces, h); known {
-			followed[i] = tables[n.Subnet]
-		}
+		followed[i] = tables[subnetOf(h)].ID
 	}
 	return followed, nil
 }
 
-// tablesOf returns the ids of the tables that packets of hosts follow, by the id of the host's subnet.
-func (v *vpc) tablesOf(ctx context.Context, hosts []cloud.Host, interfaces map[netip.Addr]networkInterface) (map[string]string, error) {
-	tables := map[string]string{}
-	for _, h := range hosts {
-		if n, known := interfaceOf(interfaces, h); known {
-			tables[n.Subnet] = ""
-		}
-	}
-
-	for some := range slices.Chunk(slices.Sorted(maps.Keys(tables)), maxTargets) {
+// tablesOf returns the tables that packets of the subnets with these ids follow, by id.
+func (v *vpc) tablesOf(ctx context.Context, subnets []string) (map[string]routeTable, error) {
+	slices.Sort(subnets)
+	subnets = slices.Compact(subnets)
+	tables := map[string]routeTable{}
+	for some := range slices.Chunk(subnets, maxTargets) {
 		found, err := v.describeTables(ctx, filterParams(map[string][]string{"association.subnet-id": some}))
 		if err != nil {
 			return nil, err
 		}
 		for _, t := range found {
 			for _, a := range t.Associations {
-				if _, wanted := tables[a.Subnet]; wanted {
-					tables[a.Subnet] = t.ID
+				if a.Subnet != "" {
+					tables[a.Subnet] = t
 				}
 			}
 		}
 	}
 
 	// The other subnets follow the main table of the VPC, even if it is not one of the chosen tables.
-	if !slices.Contains(slices.Collect(maps.Values(tables)), "") {
-		return tables, nil
-	}
-	if v.main == "" { // the main table stays so, unless an operator changes that
-		found, err := v.describeTables(ctx, filterParams(map[string][]string{"vpc-id": {v.own.VPC}, "association.main": {"true"}}))
-		if err != nil || len(found) == 0 {
-			return tables, err
+	for _, id := range subnets {
+		if _, own := tables[id]; own {
+			continue
 		}
-		v.main = found[0].ID
-	}
-	for subnet, id := range tables {
-		tables[subnet] = cmp.Or(id, v.main)
+		if v.main == nil { // the main table stays so, unless an operator changes that
+			found, err := v.describeTables(ctx, filterParams(map[string][]string{"vpc-id": {v.own.VPC}, "association.main": {"true"}}))
+			if err != nil || len(found) == 0 {
+				return tables, err
+			}
+			v.main = &found[0]
+		}
+		tables[id] = *v.main
 	}
 	return tables, nil
 }
 
-func interfaceOf(interfaces map[netip.Addr]networkInterface, h cloud.Host) (n networkInterface, known bool) {
-	for _, a := range h.Addresses {
-		if n, known = interfaces[a]; known {
-			return n, true
-		}
-	}
-	return networkInterface{}, false
-}
-
 func describeInstances(ctx context.Context, api *client, params url.Values) (all []instance, err error) {
-	err = transport.Pages(params, "NextToken", func() (string, error) {
+	err = access.Pages(params, "NextToken", func() (string, error) {
 		var answer instanceAnswer
 		err := api.call(ctx, "DescribeInstances", params, &answer)
 		all = append(all, answer.Instances...)
@@ -274,31 +266,34 @@ func describeInstances(ctx context.Context, api *client, params url.Values) (all
 
 // Tables implements cloud.Cloud. It must be called after Join or Check.
 func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
+	v.main = nil
 	found, err := v.chosen(ctx)
 	if err != nil {
 		return nil, err
+	}
+	for i, t := range found {
+		if t.main(v.own.VPC) {
+			v.main = &found[i]
+		}
 	}
 	own, err := v.followed(ctx, found)
 	if err != nil {
 		return nil, err
 	}
-	v.main = ""
+
 	var tables []cloud.Table
 	for _, t := range found {
-		if t.main(v.own.VPC) {
-			v.main = t.ID
-		}
 		table := t.table()
 		table.Own = t.ID == own
 		tables = append(tables, table)
 	}
 	idle := func(r cloud.Route) bool { return r.State == cloud.Idle }
-	return tables, cloud.Look(tables, v.networks, idle, func(ids []string) (map[string]cloud.State, error) { return v.states(ctx, ids) })
+	return tables, cloud.Look(ctx, tables, v.networks, idle, v.running)
 }
 
-// states tells instances that are stopped from those that are gone: EC2 calls both routes a blackhole.
-func (v *vpc) states(ctx context.Context, ids []string) (map[string]cloud.State, error) {
-	states := map[string]cloud.State{}
+// running tells instances that are stopped from those that are gone: EC2 calls both routes a blackhole.
+func (v *vpc) running(ctx context.Context, ids []string) (map[string]bool, error) {
+	running := map[string]bool{}
 	for some := range slices.Chunk(ids, maxTargets) {
 		instances, err := describeInstances(ctx, v.api, filterParams(map[string][]string{"network-interface.network-interface-id": some}))
 		if err != nil {
@@ -306,51 +301,41 @@ func (v *vpc) states(ctx context.Context, ids []string) (map[string]cloud.State,
 		}
 		for _, i := range instances {
 			for _, n := range i.Interfaces {
-				states[n.ID] = cloud.Idle
+				running[n.ID] = false
 			}
 		}
 	}
-	return states, nil
+	return running, nil
 }
 
 func (t routeTable) main(vpc string) bool {
 	return t.VPC == vpc && slices.ContainsFunc(t.Associations, func(a association) bool { return a.Main })
 }
 
-// followed returns the id of the chosen table that packets of this host follow, or "" if there is
-// none.
+// followed returns the id of the table that packets of this host follow. It may return "" if that is none of the chosen
+// ones.
 func (v *vpc) followed(ctx context.Context, chosen []routeTable) (string, error) {
 	if !v.config.choosesTables() {
 		return chosen[0].ID, nil // the table of this host's subnet
 	}
 
-	main := ""
 	for _, t := range chosen {
-		for _, a := range t.Associations {
-			if a.Subnet == v.own.Subnet {
-				return t.ID, nil
-			}
-		}
-		if t.main(v.own.VPC) {
-			main = t.ID
+		if slices.ContainsFunc(t.Associations, func(a association) bool { return a.Subnet == v.own.Subnet }) {
+			return t.ID, nil
 		}
 	}
-	if main == "" {
+	if v.main == nil {
 		return "", nil
 	}
 
 	// The subnet may have a table of its own that was not chosen.
-	others, err := v.describeTables(ctx, filterParams(map[string][]string{"association.subnet-id": {v.own.Subnet}}))
-	if err != nil || len(others) > 0 {
-		return "", err
-	}
-	return main, nil
+	tables, err := v.tablesOf(ctx, []string{v.own.Subnet})
+	return tables[v.own.Subnet].ID, err
 }
 
 // chosen returns the tables that the configuration chooses. If it chooses none, that is the table that
 // this host's subnet follows.
 func (v *vpc) chosen(ctx context.Context) ([]routeTable, error) {
-	inVPC := map[string][]string{"vpc-id": {v.own.VPC}}
 	switch {
 	case len(v.config.RouteTableID) > 0:
 		params := url.Values{}
@@ -366,7 +351,7 @@ func (v *vpc) chosen(ctx context.Context) ([]routeTable, error) {
 	case len(v.config.RouteTableFilter) > 0:
 		filters := v.config.filters()
 		if filters["vpc-id"] == nil {
-			maps.Copy(filters, inVPC)
+			filters["vpc-id"] = []string{v.own.VPC}
 		}
 		found, err := v.describeTables(ctx, filterParams(filters))
 		if err == nil && len(found) == 0 {
@@ -375,16 +360,12 @@ func (v *vpc) chosen(ctx context.Context) ([]routeTable, error) {
 		return found, err
 	}
 
-	found, err := v.describeTables(ctx, filterParams(map[string][]string{"association.subnet-id": {v.own.Subnet}}))
-	if err != nil || len(found) > 0 {
-		return found, err
+	found, err := v.tablesOf(ctx, []string{v.own.Subnet})
+	t, ok := found[v.own.Subnet]
+	if err == nil && !ok {
+		err = fmt.Errorf("%s has no route table for subnet %s, and no main table: set Backend.RouteTableID", v.own.VPC, v.own.Subnet)
 	}
-	inVPC["association.main"] = []string{"true"}
-	found, err = v.describeTables(ctx, filterParams(inVPC))
-	if err == nil && len(found) == 0 {
-		return nil, fmt.Errorf("%s has no route table for subnet %s, and no main table: set Backend.RouteTableID", v.own.VPC, v.own.Subnet)
-	}
-	return found, err
+	return []routeTable{t}, err
 }
 
 // filterParams encodes filters, which have several values by name.
@@ -401,7 +382,7 @@ func filterParams(filters map[string][]string) url.Values {
 }
 
 func (v *vpc) describeTables(ctx context.Context, params url.Values) (all []routeTable, err error) {
-	err = transport.Pages(params, "NextToken", func() (string, error) {
+	err = access.Pages(params, "NextToken", func() (string, error) {
 		var answer tableAnswer
 		err := v.api.call(ctx, "DescribeRouteTables", params, &answer)
 		all = append(all, answer.Tables...)

@@ -33,9 +33,9 @@ import (
 	"github.com/flanneld/flanneld/backend/awsvpc/ec2test"
 	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/vpctest"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 // motoRegion is the name of a real region, because moto has no availability zones in other regions.
@@ -118,7 +118,7 @@ func (m moto) call(t *testing.T, service, version, action string, params map[str
 // moto loads a service at its first call, which may take that time.
 func (m moto) send(t *testing.T, name string, req *http.Request) []byte {
 	t.Helper()
-	status, text, err := transport.Send(&http.Client{Timeout: time.Minute}, req)
+	status, text, err := access.Send(&http.Client{Timeout: time.Minute}, req)
 	if err != nil || status != http.StatusOK {
 		t.Fatalf("%s: status %d, error %v: %s", name, status, err, text)
 	}

@@ -20,7 +20,6 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 const (
@@ -33,6 +32,7 @@ type client struct {
 	access.Client
 	signer   *v4.Signer
 	region   string
+	instance string // id
 	endpoint string // URL
 }
 
@@ -62,7 +62,7 @@ func (c *client) once(ctx context.Context, k access.Keys, action string, params 
 		return fmt.Errorf("sign the call: %w", err)
 	}
 
-	status, text, err := transport.Send(c.HTTP, req)
+	status, text, err := access.Send(c.HTTP, req)
 	if err != nil {
 		return err
 	}

@@ -28,13 +28,18 @@ type Backend struct {
 	Overflow backend.Inner // the tunnel to peers that the routers of the cloud do not reach
 }
 
-// CheckCluster returns an error unless name can be the value of the key Cluster of a cloud's
-// Backend object. An empty name is valid.
-func CheckCluster(name string) error {
-	if name == "" || regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`).MatchString(name) {
-		return nil
+// Decode decodes the Backend object of a cloud into the struct that config points to, and returns warnings about
+// it. cluster is the field of that struct with the key Cluster; nil if there is none.
+func Decode(raw json.RawMessage, config any, cluster *string) (warnings []string, err error) {
+	if warnings, err = subnet.DecodeBackend(raw, config); err != nil {
+		return nil, err
 	}
-	return fmt.Errorf("Backend.Cluster is %q: want 1 to 63 characters a-z, 0-9 and - that do not begin or end with -", subnet.Shorten(name))
+	name := regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`)
+	if cluster != nil && *cluster != "" && !name.MatchString(*cluster) {
+		return nil, fmt.Errorf("Backend.Cluster is %q: want 1 to 63 characters a-z, 0-9 and - that do not begin or end with -", subnet.Shorten(*cluster))
+	}
+	secrets, err := cloud.SecretKeys(raw)
+	return append(warnings, secrets...), err
 }
 
 // Keyed is the Backend object of a cloud whose calls are signed with a pair of keys.
@@ -47,14 +52,11 @@ type Keyed struct {
 
 // ParseKeyed decodes and validates a Backend object, and returns warnings about it.
 func ParseKeyed(raw json.RawMessage) (c Keyed, warnings []string, err error) {
-	if warnings, err = subnet.DecodeBackend(raw, &c); err != nil {
-		return c, nil, err
+	warnings, err = Decode(raw, &c, &c.Cluster)
+	if (c.AccessKeyID == "") != (c.AccessKeySecret == "") {
+		warnings = append(warnings, "AccessKeyID and AccessKeySecret need each other: the one that is set is ignored")
 	}
-	if err := CheckCluster(c.Cluster); err != nil {
-		return c, nil, err
-	}
-	more, err := access.Warnings(raw, c.Keys())
-	return c, append(warnings, more...), err
+	return c, warnings, err
 }
 
 // Keys returns the keys in the configuration.

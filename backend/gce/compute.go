@@ -18,7 +18,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 )
 
 const pageSize = 500 // most routes or instances in one answer; the API allows no more
@@ -39,12 +39,8 @@ type vpc struct {
 
 // find connects the client at the first call, and sets table, network and own.
 func (v *vpc) find(ctx context.Context) (*client, error) {
-	if v.api == nil {
-		api, err := v.connect(ctx)
-		if err != nil {
-			return nil, err
-		}
-		v.api = api
+	if err := access.Connect(ctx, &v.api, v.connect); err != nil {
+		return nil, err
 	}
 
 	interfaces, err := v.api.interfaces(ctx)
@@ -75,10 +71,6 @@ type instance struct {
 
 func instancePath(zone, name string) string { return "zones/" + zone + "/instances/" + name }
 
-func (c *client) get(ctx context.Context, zone, name string) (i instance, err error) {
-	return i, c.call(ctx, c.at("instances.get", http.MethodGet, instancePath(zone, name), nil), &i)
-}
-
 // Join implements cloud.Cloud. An instance gets packets with foreign addresses if its canIpForward
 // is set. If it is not set, Join returns a DroppedError. Join does not set it, because that may
 // restart the instance.
@@ -87,18 +79,14 @@ func (v *vpc) Join(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	me, err := api.get(ctx, api.zone, api.instance)
-	if err != nil {
+	var me instance
+	if err := api.call(ctx, api.at("instances.get", http.MethodGet, instancePath(api.zone, api.instance), nil), &me); err != nil {
 		return "", err
 	}
-	return v.own, me.checkForward(v.own)
-}
-
-func (i instance) checkForward(target string) error {
-	if i.CanIPForward {
-		return nil
+	if me.CanIPForward {
+		return v.own, nil
 	}
-	return &cloud.DroppedError{Err: fmt.Errorf("instance %s cannot forward packets of pods, because its canIpForward is off: create it with --can-ip-forward, or see %s", target, page)}
+	return v.own, &cloud.DroppedError{Err: fmt.Errorf("instance %s cannot forward packets of pods, because its canIpForward is off: create it with --can-ip-forward, or see %s", v.own, page)}
 }
 
 // Followed implements cloud.Cloud. All instances of the VPC network follow its one table.
@@ -174,7 +162,7 @@ func (v *vpc) rivals(r route) bool {
 func (v *vpc) list(ctx context.Context) (all []route, err error) {
 	// The filter compares the URL of the network with a regular expression.
 	query := url.Values{"filter": {fmt.Sprintf(`network eq ".*/%s"`, v.table)}, "maxResults": {strconv.Itoa(pageSize)}}
-	err = transport.Pages(query, "pageToken", func() (string, error) {
+	err = access.Pages(query, "pageToken", func() (string, error) {
 		var answer struct {
 			Items []route `json:"items"`
 			Next  string  `json:"nextPageToken"`

@@ -3,7 +3,7 @@
 // Package gce lets the routers of a VPC network of Google Cloud carry the packets of pods. Each
 // host has a static route to its subnet. These packets need no tunnel.
 //
-//   - gce.go creates the cloudnet.Backend. config.go is the Backend object of the configuration.
+//   - gce.go creates the cloudnet.Backend from the Backend object of the configuration.
 //   - compute.go implements cloud.Cloud. routes.go decides to which program or cluster a route
 //     belongs, and how it is named; it is pure.
 //   - rest.go makes the calls of the Compute API, and sorts their errors.
@@ -23,9 +23,22 @@ import (
 // Type is the backend's name in the configuration.
 const Type = "gce"
 
+const page = "Documentation/backends/gce.md"
+
+// config is the Backend object of the network configuration.
+type config struct {
+	Cluster  string        // name of the cluster, such as "blue", in the descriptions of its routes; hosts of other clusters do not replace or remove these
+	Overflow backend.Inner // tunnel to hosts that the routes of the cloud do not reach
+}
+
+// Defaults returns the keys of Backend with their defaults, as a struct. The reference in
+// the documentation is generated from it and from the comments of its fields.
+func Defaults() any { return config{} }
+
 // New is the backend's factory.
 func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
-	c, warnings, err := parseConfig(raw)
+	c := config{}
+	warnings, err := cloudnet.Decode(raw, &c, &c.Cluster)
 	if err != nil {
 		return nil, nil, err
 	}

@@ -33,7 +33,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
 	"github.com/flanneld/flanneld/pkg/cloud/cloudtest/schema"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 var (
@@ -492,13 +491,12 @@ func TestFleet(t *testing.T) {
 	cloudtest.Connectionless(t, s)
 	cloudtest.Live(t, cloudtest.Fleet{
 		Start: func(t *testing.T, _, number int, address netip.Addr) cloud.Cloud {
-			me := &identity{Metadata: &access.Metadata{
-				URL: "http://metadata", Root: "computeMetadata/v1/", Flavor: "Google",
+			metadata := &access.Metadata{
+				URL: "http://metadata", Root: "computeMetadata/v1/", Flavor: "Google", Token: account + "token",
 				HTTP: &http.Client{Transport: cloudtest.InProcess{Handler: s.Metadata(s.AddInstance(number, address).Name)}},
-			}}
+			}
 			c := &client{
-				Client:   access.Client{Keys: me.bearer, Renew: me.forget, HTTP: transport.NewClient(), Calls: &cloud.Calls{}},
-				identity: me, endpoints: endpoints{compute: "https://compute.googleapis.com/compute/v1/"},
+				Client: access.NewClient(metadata, &cloud.Calls{}), endpoints: endpoints{compute: "https://compute.googleapis.com/compute/v1/"},
 				poll: wait.Backoff{Least: leastPoll, Most: mostPoll}, project: gcetest.Project, number: gcetest.Number, zone: gcetest.Zone,
 				instance: fmt.Sprintf("host-%d", number),
 			}

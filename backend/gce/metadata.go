@@ -10,52 +10,19 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
-
-const tokenReserve = time.Minute
-
-// identity asks the metadata service about this host, and keeps the token that it gets there. Only one
-// goroutine at a time may use it.
-type identity struct {
-	*access.Metadata
-	token string
-	until time.Time // when bearer reads a new token
-}
 
 // account is the path of the service account of the instance.
 const account = "instance/service-accounts/default/"
 
 // bearer returns a token of the service account of the instance. It is an access.Provider.
-func (i *identity) bearer(ctx context.Context) (access.Keys, error) {
-	if i.token != "" && time.Now().Before(i.until) {
-		return access.Keys{Token: i.token}, nil
-	}
-
-	text, err := i.Read(ctx, account+"token")
-	if err != nil {
-		return access.Keys{}, withoutAccount(err)
-	}
-	var answer struct {
-		Token   string `json:"access_token"`
-		Seconds int    `json:"expires_in"`
-	}
-	if json.Unmarshal([]byte(text), &answer) != nil || answer.Token == "" {
-		return access.Keys{}, fmt.Errorf("%w: the metadata service has sent no token", cloud.ErrUnavailable)
-	}
-
-	// The metadata service has a new token some minutes before the old one expires.
-	i.token = answer.Token
-	i.until = time.Now().Add(time.Duration(answer.Seconds)*time.Second - tokenReserve)
-	return access.Keys{Token: i.token}, nil
+func (c *client) bearer(ctx context.Context) (access.Keys, error) {
+	k, err := c.Metadata.Keys(ctx)
+	return k, withoutAccount(err)
 }
-
-// forget makes bearer ask for a new token.
-func (i *identity) forget() { i.token = "" }
 
 // withoutAccount says what to do if err means that the instance has no service account.
 func withoutAccount(err error) error {
@@ -65,8 +32,8 @@ func withoutAccount(err error) error {
 	return err
 }
 
-func (i *identity) checkScopes(ctx context.Context) error {
-	text, err := i.Read(ctx, account+"scopes")
+func (c *client) checkScopes(ctx context.Context) error {
+	text, err := c.Metadata.Read(ctx, account+"scopes")
 	if err != nil {
 		return withoutAccount(err)
 	}
@@ -107,11 +74,11 @@ func (n networkInterface) has(a netip.Addr) bool {
 	for _, access := range n.Access {
 		texts = append(texts, access.IP)
 	}
-	return slices.Contains(transport.Addresses(texts...), a)
+	return slices.Contains(access.Addresses(texts...), a)
 }
 
-func (i *identity) interfaces(ctx context.Context) (all []networkInterface, err error) {
-	text, err := i.Read(ctx, "instance/network-interfaces/?recursive=true")
+func (c *client) interfaces(ctx context.Context) (all []networkInterface, err error) {
+	text, err := c.Metadata.Read(ctx, "instance/network-interfaces/?recursive=true")
 	if err != nil {
 		return nil, err
 	}

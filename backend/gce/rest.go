@@ -20,7 +20,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 const operationTimeout = 2 * time.Minute
@@ -42,7 +41,6 @@ type endpoints struct {
 // client makes calls of the Compute API for the instance of this host.
 type client struct {
 	access.Client
-	*identity
 	endpoints
 	poll     wait.Backoff // the pauses between two calls that ask for the status of an operation
 	project  string
@@ -83,7 +81,7 @@ func (c *client) once(ctx context.Context, k access.Keys, r request, answer any)
 	req.Header.Set("Authorization", "Bearer "+k.Token)
 	req.Header.Set("Content-Type", "application/json")
 
-	status, text, err := transport.Send(c.HTTP, req)
+	status, text, err := access.Send(c.HTTP, req)
 	if err != nil {
 		return err
 	}
@@ -148,7 +146,7 @@ func (e *apiError) Error() string { return fmt.Sprintf("%d %s: %s", e.Status, e.
 
 // newAPIError limits the words of the API to one short line.
 func newAPIError(status int, reason, message string) *apiError {
-	return &apiError{Status: status, Reason: transport.Clean(reason), Message: transport.Clean(message)}
+	return &apiError{Status: status, Reason: access.Clean(reason), Message: access.Clean(message)}
 }
 
 func isStatus(err error, status int) bool {

@@ -13,7 +13,7 @@ import (
 	"strings"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 )
 
 // defaultPriority is the priority of a route that replaces none. Lower numbers are preferred.
@@ -137,7 +137,7 @@ func (r route) convert(table, cluster, own string) cloud.Route {
 	case r.Instance == "":
 		c.Foreign = "which leads to no instance"
 	default:
-		c.Foreign = cmp.Or(cloud.ForeignMark(r.Description, cluster), fmt.Sprintf("whose description %q is not of this cluster", transport.Clean(r.Description)))
+		c.Foreign = cmp.Or(cloud.ForeignMark(r.Description, cluster), fmt.Sprintf("whose description %q is not of this cluster", access.Clean(r.Description)))
 	}
 	return c
 }

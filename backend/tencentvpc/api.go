@@ -16,7 +16,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
 	"github.com/flanneld/flanneld/pkg/cloud/access/tc3"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 const (
@@ -30,7 +29,6 @@ type service struct{ name, version, endpoint string }
 // client makes calls of the API 3.0: JSON in both directions.
 type client struct {
 	access.Client
-	metadata *access.Metadata
 	region   string
 	vpc, cvm service
 }
@@ -66,7 +64,7 @@ func (c *client) once(ctx context.Context, keys access.Keys, s service, action s
 	}
 
 	tc3.Sign(req, keys, tc3.Call{Service: s.name, Time: time.Now(), Body: body})
-	status, text, err := transport.Send(c.HTTP, req)
+	status, text, err := access.Send(c.HTTP, req)
 	if err != nil {
 		return err
 	}

@@ -12,7 +12,6 @@ import (
 	"github.com/flanneld/flanneld/backend/cloudnet"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/cloud/access"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 func connect(ctx context.Context, cfg cloudnet.Keyed, calls *cloud.Calls) (*client, error) {
@@ -22,11 +21,11 @@ func connect(ctx context.Context, cfg cloudnet.Keyed, calls *cloud.Calls) (*clie
 	}
 	metadata := &access.Metadata{Cloud: name, Page: page, URL: address, Roles: "cam/security-credentials/"}
 	c := &client{
-		Client: access.Client{HTTP: transport.NewClient(), Calls: calls, Renew: metadata.Renew}, metadata: metadata,
-		vpc: service{name: "vpc", version: "2017-03-12"},
-		cvm: service{name: "cvm", version: "2017-03-12"},
+		Client: access.NewClient(metadata, calls),
+		vpc:    service{name: "vpc", version: "2017-03-12"},
+		cvm:    service{name: "cvm", version: "2017-03-12"},
 	}
-	if c.region, err = c.metadata.Read(ctx, "placement/region"); err != nil {
+	if c.region, err = metadata.Read(ctx, "placement/region"); err != nil {
 		return nil, err
 	}
 
@@ -42,7 +41,7 @@ func connect(ctx context.Context, cfg cloudnet.Keyed, calls *cloud.Calls) (*clie
 	}
 
 	// flannel reads the first two environment variables, and programs of Tencent Cloud the others.
-	c.Keys = access.First(c.metadata.Keys,
+	c.Keys = access.First(metadata.Keys,
 		cfg.Keys(),
 		access.Keys{ID: os.Getenv("ACCESS_KEY_ID"), Secret: os.Getenv("ACCESS_KEY_SECRET")},
 		access.Keys{ID: os.Getenv("TENCENTCLOUD_SECRET_ID"), Secret: os.Getenv("TENCENTCLOUD_SECRET_KEY"), Token: os.Getenv("TENCENTCLOUD_TOKEN")},
@@ -58,7 +57,7 @@ type place struct {
 
 // find returns the place of the external interface, which must be the primary one of the instance.
 func (c *client) find(ctx context.Context, addresses []netip.Addr) (p place, err error) {
-	found, err := c.metadata.Find(ctx, addresses, "primary-local-ipv4", "local-ipv4s/")
+	found, err := c.Metadata.Find(ctx, addresses, "primary-local-ipv4", "local-ipv4s/")
 	if err != nil {
 		return place{}, err
 	}
@@ -67,9 +66,6 @@ func (c *client) find(ctx context.Context, addresses []netip.Addr) (p place, err
 	}
 
 	p.address = found.Address
-	if p.vpc, err = c.metadata.Read(ctx, found.Path("vpc-id")); err != nil {
-		return place{}, err
-	}
-	p.subnet, err = c.metadata.Read(ctx, found.Path("subnet-id"))
+	err = c.Metadata.Fill(ctx, []string{found.Path("vpc-id"), found.Path("subnet-id")}, &p.vpc, &p.subnet)
 	return p, err
 }

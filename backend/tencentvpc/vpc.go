@@ -13,7 +13,7 @@ import (
 	"strconv"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
+	"github.com/flanneld/flanneld/pkg/cloud/access"
 )
 
 const pageSize = 100 // most tables or instances in one answer; the API allows no more
@@ -34,12 +34,8 @@ type vpc struct {
 // Join implements cloud.Cloud. It changes nothing in the cloud, because instances of Tencent Cloud
 // always get packets with foreign addresses.
 func (v *vpc) Join(ctx context.Context) (string, error) {
-	if v.api == nil {
-		api, err := v.connect(ctx)
-		if err != nil {
-			return "", err
-		}
-		v.api = api
+	if err := access.Connect(ctx, &v.api, v.connect); err != nil {
+		return "", err
 	}
 
 	own, err := v.api.find(ctx, v.addresses)
@@ -60,7 +56,7 @@ func (v *vpc) Followed(ctx context.Context, hosts []cloud.Host) ([]string, error
 
 	at := map[netip.Addr]instance{} // by each address
 	for _, i := range instances {
-		for _, a := range transport.Addresses(i.Public...) {
+		for _, a := range access.Addresses(i.Public...) {
 			at[a] = i
 		}
 	}
@@ -94,11 +90,11 @@ func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
 
 	tables := []cloud.Table{table}
 	other := func(r cloud.Route) bool { return r.Target != v.own.address.String() }
-	return tables, cloud.Look(tables, v.networks, other, func(addresses []string) (map[string]cloud.State, error) { return v.states(ctx, addresses) })
+	return tables, cloud.Look(ctx, tables, v.networks, other, v.running)
 }
 
-// states returns the states of instances by address: a route does not say whether its target exists and runs.
-func (v *vpc) states(ctx context.Context, addresses []string) (map[string]cloud.State, error) {
+// running reports whether instances run, by address: a route does not say whether its target exists and runs.
+func (v *vpc) running(ctx context.Context, addresses []string) (map[string]bool, error) {
 	if len(addresses) == 0 {
 		return nil, nil
 	}
@@ -107,14 +103,11 @@ func (v *vpc) states(ctx context.Context, addresses []string) (map[string]cloud.
 	if err != nil {
 		return nil, err
 	}
-	states := map[string]cloud.State{}
+	running := map[string]bool{}
 	for a, i := range instances {
-		states[a.String()] = cloud.Carrying
-		if !i.runs() {
-			states[a.String()] = cloud.Idle
-		}
+		running[a.String()] = i.runs()
 	}
-	return states, nil
+	return running, nil
 }
 
 // pages calls one with the offset of each page of a list. one returns the number of items of the page,
@@ -182,7 +175,7 @@ func (v *vpc) instances(ctx context.Context) (map[netip.Addr]instance, error) {
 		params := object{"Filters": filter("vpc-id", v.own.vpc), "Offset": offset, "Limit": pageSize}
 		err := v.api.call(ctx, v.api.cvm, "DescribeInstances", params, &answer)
 		for _, i := range answer.Instances {
-			for _, a := range transport.Addresses(i.Private...) {
+			for _, a := range access.Addresses(i.Private...) {
 				all[a] = i
 			}
 		}

@@ -3,6 +3,7 @@
 package cloud
 
 import (
+	"context"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -26,8 +27,11 @@ func CheckRanges(tables []Table, networks []netip.Prefix, vpc, cloud string) err
 }
 
 // Look completes the states of the routes of flanneld in the networks for which is(r) is true, for clouds whose routes do
-// not tell all about their targets. states returns what the cloud says of targets. A target without a state is Gone.
-func Look(tables []Table, networks []netip.Prefix, is func(Route) bool, states func(targets []string) (map[string]State, error)) error {
+// not tell all about their targets. running reports for each target that exists whether it gets packets now.
+func Look(
+	ctx context.Context, tables []Table, networks []netip.Prefix, is func(Route) bool,
+	running func(ctx context.Context, targets []string) (map[string]bool, error),
+) error {
 	concerns := func(r Route) bool {
 		return r.ours() && is(r) && slices.ContainsFunc(networks, func(n netip.Prefix) bool { return prefix.Contains(n, r.Dst) })
 	}
@@ -40,7 +44,7 @@ func Look(tables []Table, networks []netip.Prefix, is func(Route) bool, states f
 			}
 		}
 	}
-	known, err := states(slices.Sorted(maps.Keys(targets)))
+	known, err := running(ctx, slices.Sorted(maps.Keys(targets)))
 	if err != nil {
 		return err
 	}
@@ -50,9 +54,11 @@ func Look(tables []Table, networks []netip.Prefix, is func(Route) bool, states f
 			if !concerns(r) {
 				continue
 			}
-			state, exists := known[r.Target]
-			if !exists {
+			state := Carrying
+			if runs, exists := known[r.Target]; !exists {
 				state = Gone
+			} else if !runs {
+				state = Idle
 			}
 			t.Routes[i].State = max(r.State, state)
 		}

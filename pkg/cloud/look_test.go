@@ -3,6 +3,7 @@
 package cloud
 
 import (
+	"context"
 	"errors"
 	"slices"
 	"strings"
@@ -32,11 +33,11 @@ func TestLook(t *testing.T) {
 	want := []State{Carrying, Idle, Gone, Idle, Carrying, Carrying, Carrying, Carrying}
 	tables := []Table{{ID: "t1", Routes: routes}}
 	is := func(r Route) bool { return r.Target != "left out" }
-	err := Look(tables, prefixtest.Parse("10.5.0.0/16"), is, func(targets []string) (map[string]State, error) {
+	err := Look(t.Context(), tables, prefixtest.Parse("10.5.0.0/16"), is, func(_ context.Context, targets []string) (map[string]bool, error) {
 		if !slices.Equal(targets, []string{"gone", "runs", "stopped"}) {
 			t.Errorf("targets %v, want each one once", targets)
 		}
-		return map[string]State{"runs": Carrying, "stopped": Idle}, nil
+		return map[string]bool{"runs": true, "stopped": false}, nil
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -47,7 +48,7 @@ func TestLook(t *testing.T) {
 		}
 	}
 	failed := errors.New("failed")
-	if err := Look(tables, nil, is, func([]string) (map[string]State, error) { return nil, failed }); !errors.Is(err, failed) {
+	if err := Look(t.Context(), tables, nil, is, func(context.Context, []string) (map[string]bool, error) { return nil, failed }); !errors.Is(err, failed) {
 		t.Errorf("error %v, want that of the cloud", err)
 	}
 }

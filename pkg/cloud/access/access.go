@@ -6,16 +6,17 @@
 //   - access.go has the keys, and chooses the addresses of services.
 //   - client.go makes calls, and has the errors of calls.
 //   - metadata.go reads the metadata service.
+//   - http.go sends calls. It also has what several clouds need to read the answers: it cleans texts, turns pages and
+//     parses addresses.
 package access
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
+	"net/netip"
 	"net/url"
 	"os"
-
-	"github.com/flanneld/flanneld/pkg/cloud"
+	"slices"
 )
 
 // Keys sign calls.
@@ -45,17 +46,6 @@ func First(role Provider, pairs ...Keys) Provider {
 	return role
 }
 
-// Warnings returns a warning if only the id or only the secret of k is set, and one for each key of raw
-// that may contain a secret. raw is the Backend object, and k has its AccessKeyID and AccessKeySecret. The
-// error means that raw is not a JSON object.
-func Warnings(raw json.RawMessage, k Keys) (warnings []string, err error) {
-	if (k.ID == "") != (k.Secret == "") {
-		warnings = append(warnings, "AccessKeyID and AccessKeySecret need each other: the one that is set is ignored")
-	}
-	secrets, err := cloud.SecretKeys(raw)
-	return append(warnings, secrets...), err
-}
-
 // Endpoint returns the URL in an environment variable, or standard if the variable is empty. It returns an
 // error if the value is not an http or https URL. The error does not contain the value, which may have a
 // secret.
@@ -69,4 +59,16 @@ func Endpoint(variable, standard string) (string, error) {
 		return "", fmt.Errorf("%s is invalid: expected an http or https URL, such as %s", variable, standard)
 	}
 	return text, nil
+}
+
+// Confidential reports whether no strange host can read what is sent to a URL: it is an https URL, or an http URL of
+// this host or of one of the addresses in trusted.
+func Confidential(text string, trusted ...string) bool {
+	u, err := url.Parse(text)
+	if err != nil || u.Hostname() == "" {
+		return false
+	}
+	a, err := netip.ParseAddr(u.Hostname())
+	near := u.Hostname() == "localhost" || err == nil && (a.IsLoopback() || slices.Contains(trusted, a.String()))
+	return u.Scheme == "https" || u.Scheme == "http" && near
 }

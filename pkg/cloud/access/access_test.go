@@ -112,6 +112,7 @@ func TestKeysAreKept(t *testing.T) {
 
 func FuzzMetadata(f *testing.F) {
 	f.Add(`{"AccessKeyId":"a","AccessKeySecret":"b","Expiration":"2100-01-01T00:00:00Z"}`)
+	f.Add(`{"access_token":"a","expires_in":3599,"token_type":"Bearer"}`)
 	f.Add(`["192.168.1.1","fd00::1"]`)
 	f.Fuzz(func(t *testing.T, text string) {
 		for _, a := range addresses(text) {
@@ -119,8 +120,8 @@ func FuzzMetadata(f *testing.F) {
 				t.Errorf("%q has an invalid address", text)
 			}
 		}
-		if k, _, ok := decodeKeys(text); ok && (k.ID == "" || k.Secret == "") {
-			t.Errorf("%q has keys without a secret", text)
+		if k, _, ok := decodeKeys(text); ok && (k.ID == "" || k.Secret == "") && k.Token == "" {
+			t.Errorf("%q has keys without a secret and a token", text)
 		}
 	})
 }

@@ -10,15 +10,27 @@ import (
 	"net/http"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 // Client makes calls that are signed with keys.
 type Client struct {
-	Keys  Provider
-	Renew func() // makes Keys ask again for what it keeps
-	Calls *cloud.Calls
-	HTTP  *http.Client
+	Metadata *Metadata
+	Keys     Provider
+	Calls    *cloud.Calls
+	HTTP     *http.Client
+}
+
+// NewClient returns a Client with the keys of m. The caller may set others.
+func NewClient(m *Metadata, calls *cloud.Calls) Client {
+	return Client{Metadata: m, Keys: m.Keys, Calls: calls, HTTP: newHTTP()}
+}
+
+// Connect sets *to to the result of connect, unless it is set.
+func Connect[T any](ctx context.Context, to **T, connect func(context.Context) (*T, error)) (err error) {
+	if *to == nil {
+		*to, err = connect(ctx)
+	}
+	return err
 }
 
 // Make makes a call with once, which signs the call with the keys that it gets. Make repeats a throttled
@@ -35,7 +47,7 @@ func (c *Client) Make(ctx context.Context, name, action string, once func(Keys) 
 	return c.Calls.Make(ctx, name, action, func() error {
 		err := signed()
 		if errors.Is(err, cloud.ErrKeys) {
-			c.Renew()
+			c.Metadata.Renew()
 			err = signed()
 		}
 		return err
@@ -63,7 +75,7 @@ type Error struct {
 // NewError returns an Error with the code and the message of the API. It makes each of them one line of
 // limited length.
 func NewError(status int, code, message string) *Error {
-	return &Error{status, transport.Clean(code), transport.Clean(message)}
+	return &Error{status, Clean(code), Clean(message)}
 }
 
 // Error implements error.

@@ -15,7 +15,6 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/cloud/transport"
 )
 
 const (
@@ -32,11 +31,12 @@ type Metadata struct {
 	Page  string // path of the documentation page with the policy of the role
 	URL   string // without a path
 	Roles string // path of the value that lists the role of the instance, such as ram/security-credentials/
+	Token string // path of a token, if the service has one in place of the keys of a role
 	// Root is the path of the values below URL; empty means latest/meta-data/.
 	Root string
 	// Flavor is the value of the header Metadata-Flavor; empty if the service does not require it.
 	Flavor string
-	HTTP   *http.Client // nil means transport.NewDirect
+	HTTP   *http.Client // nil means NewDirect
 	// Session is the name of the header that contains the id of a session with the service. The name of the
 	// header that opens a session begins with it. Session is empty if the service has no sessions.
 	Session string
@@ -55,6 +55,16 @@ func (m *Metadata) Read(ctx context.Context, path string) (string, error) {
 		return "", fmt.Errorf("read %s from the metadata service of %s: %w", path, m.Cloud, err)
 	}
 	return text, nil
+}
+
+// Fill reads the values at paths into to, which has as many elements, until one cannot be read.
+func (m *Metadata) Fill(ctx context.Context, paths []string, to ...*string) (err error) {
+	for i, path := range paths {
+		if *to[i], err = m.Read(ctx, path); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (m *Metadata) read(ctx context.Context, path string) (string, error) {
@@ -114,11 +124,7 @@ func (m *Metadata) send(ctx context.Context, method, path string, header http.He
 		return 0, "", errors.New("the address of the service is invalid")
 	}
 	req.Header = header
-	client := m.HTTP
-	if client == nil {
-		client = transport.NewDirect()
-	}
-	status, body, err := transport.Send(client, req)
+	status, body, err := Send(cmp.Or(m.HTTP, NewDirect()), req)
 	return status, strings.TrimSpace(string(body)), err
 }
 
@@ -133,7 +139,7 @@ func (m *Metadata) ReadAddresses(ctx context.Context, path string) ([]netip.Addr
 }
 
 func addresses(text string) []netip.Addr {
-	return transport.Addresses(strings.FieldsFunc(text, func(r rune) bool { return strings.ContainsRune("[]\", \t\r\n/", r) })...)
+	return Addresses(strings.FieldsFunc(text, func(r rune) bool { return strings.ContainsRune("[]\", \t\r\n/", r) })...)
 }
 
 // Interface is a network interface of the instance.
@@ -176,26 +182,30 @@ func (m *Metadata) Find(ctx context.Context, wanted []netip.Addr, names ...strin
 }
 
 // Keys returns the keys of the role of the instance, or an error if the instance has no role. It keeps the
-// keys until shortly before they end. It is a Provider.
+// keys until shortly before they end. With Token they consist of a token alone. Keys is a Provider.
 func (m *Metadata) Keys(ctx context.Context) (Keys, error) {
-	if m.keys.ID != "" && time.Now().Before(m.until) {
+	if m.keys != (Keys{}) && time.Now().Before(m.until) {
 		return m.keys, nil
 	}
 
-	role, err := m.Read(ctx, m.Roles)
-	if errors.Is(err, ErrUndefined) {
-		return Keys{}, errors.New("the instance has no role: attach one with the policy in " + m.Page)
+	path, what := m.Token, "token"
+	if path == "" {
+		role, err := m.Read(ctx, m.Roles)
+		if errors.Is(err, ErrUndefined) {
+			return Keys{}, errors.New("the instance has no role: attach one with the policy in " + m.Page)
+		}
+		if err != nil {
+			return Keys{}, err
+		}
+		path, what = m.Roles+strings.Fields(role)[0], "keys"
 	}
-	if err != nil {
-		return Keys{}, err
-	}
-	text, err := m.Read(ctx, m.Roles+strings.Fields(role)[0])
+	text, err := m.Read(ctx, path)
 	if err != nil {
 		return Keys{}, err
 	}
 	k, until, ok := decodeKeys(text)
 	if !ok {
-		return Keys{}, fmt.Errorf("%w: the metadata service of %s has sent no keys", cloud.ErrUnavailable, m.Cloud)
+		return Keys{}, fmt.Errorf("%w: the metadata service of %s has sent no %s", cloud.ErrUnavailable, m.Cloud, what)
 	}
 	m.keys = k
 	m.until = until.Add(-reserve)
@@ -206,7 +216,7 @@ func (m *Metadata) Keys(ctx context.Context) (Keys, error) {
 func (m *Metadata) Renew() { m.keys = Keys{} }
 
 // decodeKeys decodes the keys of a role and the time when they end, by the field names of Alibaba Cloud,
-// EC2 and Tencent Cloud.
+// EC2 and Tencent Cloud, and a token of Google Cloud.
 func decodeKeys(text string) (Keys, time.Time, bool) {
 	var answer struct {
 		ID         string `json:"AccessKeyId"`
@@ -217,12 +227,17 @@ func decodeKeys(text string) (Keys, time.Time, bool) {
 		TmpSecret  string `json:"TmpSecretKey"`
 		Token      string
 		Expiration string
+		Bearer     string `json:"access_token"`
+		Seconds    int    `json:"expires_in"`
 	}
 	if json.Unmarshal([]byte(text), &answer) != nil {
 		return Keys{}, time.Time{}, false
 	}
 
-	k := Keys{cmp.Or(answer.ID, answer.TmpID), cmp.Or(answer.Secret, answer.Access, answer.TmpSecret), cmp.Or(answer.Security, answer.Token)}
-	until, _ := time.Parse(time.RFC3339, answer.Expiration) // keys without a time end at once, so they are used once
-	return k, until, k.ID != "" && k.Secret != ""
+	k := Keys{cmp.Or(answer.ID, answer.TmpID), cmp.Or(answer.Secret, answer.Access, answer.TmpSecret), cmp.Or(answer.Security, answer.Token, answer.Bearer)}
+	until, err := time.Parse(time.RFC3339, answer.Expiration)
+	if err != nil { // keys without a time end at once, so they are used once
+		until = time.Now().Add(time.Duration(answer.Seconds) * time.Second)
+	}
+	return k, until, k.ID != "" && k.Secret != "" || answer.Bearer != ""
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package transport
+package access
 
 import (
 	"errors"
@@ -43,7 +43,7 @@ func TestSend(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		status, body, err := Send(NewClient(), req)
+		status, body, err := Send(newHTTP(), req)
 		if status != test.status || string(body) != test.body || cloud.Transient(err) != (test.status == 0) || strings.Contains(fmt.Sprint(err), "very-secret") {
 			t.Errorf("%s: status %d, answer %q, error %v, want %d and %q", name, status, body, err, test.status, test.body)
 		}

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package transport sends the calls of clouds over HTTP. It also has what several clouds need to read the
-// answers: it cleans texts, turns pages and parses addresses.
-package transport
+package access
 
 import (
 	"errors"
@@ -11,15 +9,14 @@ import (
 	"net/http"
 	"net/netip"
 	"net/url"
-	"strings"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/cloud"
 )
 
-// Timeout limits the time of one call.
-const Timeout = 10 * time.Second
+// timeout limits the time of one call.
+const timeout = 10 * time.Second
 
 // maxAnswer limits an answer, in bytes. A page of 500 routes takes 400 kB.
 const maxAnswer = 16 << 20
@@ -27,9 +24,9 @@ const maxAnswer = 16 << 20
 // maxText limits a text that comes from a cloud and is shown to an operator, in bytes.
 const maxText = 300
 
-// NewClient returns a client for calls. It uses the proxies that environment variables define.
-func NewClient() *http.Client {
-	return &http.Client{Timeout: Timeout, CheckRedirect: noRedirect}
+// newHTTP returns a client for calls. It uses the proxies that environment variables define.
+func newHTTP() *http.Client {
+	return &http.Client{Timeout: timeout, CheckRedirect: noRedirect}
 }
 
 // directTimeout limits the time of one request of a client of NewDirect, whose servers are on this host or its link.
@@ -77,12 +74,7 @@ func Reason(err error) string {
 }
 
 // Clean returns a text of a cloud as one line of limited length.
-func Clean(text string) string {
-	if len(text) > maxText {
-		text = strings.ToValidUTF8(text[:maxText], "") + "…"
-	}
-	return oneline.Collapse(text)
-}
+func Clean(text string) string { return oneline.Collapse(oneline.Shorten(text, maxText)) }
 
 // Pages calls one for each page of a list. one makes a call with params, and returns the token of the next page, which
 // is empty after the last one. The parameter key of params is the token of the present page.
