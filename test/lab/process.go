@@ -263,10 +263,11 @@ func stopAll(daemons []*Daemon) {
 		_ = d.Signal(unix.SIGTERM) // a daemon may already have exited
 	}
 
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
-	defer cancel()
+	end := time.Now().Add(patience)
 	for _, d := range daemons {
-		if _, err := d.Wait(ctx); err != nil {
+		select {
+		case <-d.exited:
+		case <-time.After(time.Until(end)):
 			d.Kill()
 		}
 	}
