@@ -166,7 +166,7 @@ func summaryOf(r status.Report) string {
 		}
 		return s + "; networks: " + numbers(counts)
 	}
-	s += "; peers: " + numbers(states(r.Peers))
+	s += "; peers: " + numbers(r.PeerStates())
 	if r.Paths != nil {
 		s += "; paths: " + numbers(r.Paths.Results)
 	}
@@ -178,15 +178,6 @@ func stateOf(r status.Report) string {
 		return "ready"
 	}
 	return "not ready"
-}
-
-// states counts the peers in each state.
-func states(peers []status.Peer) map[status.State]int {
-	counts := map[status.State]int{}
-	for _, p := range peers {
-		counts[p.State]++
-	}
-	return counts
 }
 
 func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bool) {
@@ -254,7 +245,7 @@ func printStatus(w io.Writer, r status.Report, findings []doctor.Finding, all bo
 	row("datastore", r.Datastore.Kind, connection(r.Datastore))
 	row("firewall", firewall(r.Firewall))
 	row("kernel", kernel(r))
-	row("peers", numbers(states(r.Peers)))
+	row("peers", numbers(r.PeerStates()))
 	printNarrow(row, r.Peers)
 	if r.Paths != nil {
 		row("paths", numbers(r.Paths.Results))
@@ -302,17 +293,13 @@ func peersOf(n int) string {
 // them and the reason. Unless all is set, it lists only the first ten.
 func printWaiting(row func(string, ...any), peers []status.Peer, all bool) {
 	const some = 10
-	shown := 0
-	for _, p := range peers {
-		switch {
-		case p.Waiting == "":
-		case all || shown < some:
-			shown++
-			row("", list(p.Subnets), "by", p.Backend+":", p.Waiting)
-		case shown == some:
-			shown++
+	waiting := slices.DeleteFunc(slices.Clone(peers), func(p status.Peer) bool { return p.Waiting == "" })
+	for i, p := range waiting {
+		if i == some && !all {
 			row("", "and others: see --peers")
+			return
 		}
+		row("", list(p.Subnets), "by", p.Backend+":", p.Waiting)
 	}
 }
 
@@ -367,7 +354,7 @@ func validity(r status.Report) string {
 	case r.Lease.Expires.IsZero():
 		return ""
 	default:
-		return "until " + r.Lease.Expires.UTC().Format(time.RFC3339) + " unless renewed"
+		return "until " + moment(r.Lease.Expires) + " unless renewed"
 	}
 }
 
@@ -377,7 +364,7 @@ func connection(d status.Datastore) string {
 		s = "away"
 	}
 	if !d.Since.IsZero() {
-		s += " since " + d.Since.UTC().Format(time.RFC3339)
+		s += " since " + moment(d.Since)
 	}
 	if d.Error != "" {
 		s += ": " + d.Error
@@ -389,7 +376,7 @@ func goodCloud(c status.Cloud) string {
 	if c.LastGood.IsZero() {
 		return "not in order since the start"
 	}
-	return "in order at " + c.LastGood.UTC().Format(time.RFC3339)
+	return "in order at " + moment(c.LastGood)
 }
 
 func firewall(f status.Firewall) string {
@@ -412,7 +399,7 @@ func kernel(r status.Report) string {
 
 	s := strings.Join(parts, ", ")
 	if !r.Kernel.LastSync.IsZero() {
-		s += "; checked at " + r.Kernel.LastSync.UTC().Format(time.RFC3339)
+		s += "; checked at " + moment(r.Kernel.LastSync)
 	}
 	if r.Kernel.Error != "" {
 		s += "; " + r.Kernel.Error

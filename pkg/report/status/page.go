@@ -150,10 +150,7 @@ func headline(r Report) markup {
 		worst = max(worst, warn)
 	}
 
-	count := map[State]int{}
-	for _, p := range r.Peers {
-		count[p.State]++
-	}
+	count := r.PeerStates()
 	for _, s := range worstFirst(count) {
 		add(levelOf(string(s)), "%s %s", counted(count[s], "peer"), s)
 	}
@@ -190,35 +187,36 @@ func networks(all []NetworkSummary) markup {
 
 // cards returns what is known about this host, the network and the kernel.
 func cards(r Report) markup {
+	return tag("<div class=\"grid\">\n%s%s%s</div>\n", card("This host", hostFacts(r)), card("Network", networkFacts(r)), card("Kernel", kernelFacts(r)))
+}
+
+func card(title string, facts markup) markup {
+	return tag("<section class=\"card\"><h2>%s</h2><dl>\n%s</dl></section>\n", title, facts)
+}
+
+// fact returns a fact of a card, whose value has several parts.
+func fact(name string, parts ...any) markup {
+	return tag("<dt>%s</dt><dd>%s</dd>\n", name, each(parts, "", func(part any) markup { return tag("%s", part) }))
+}
+
+func hostFacts(r Report) markup {
 	i := r.Interface
-	addresses := each(i.Addresses, ", ", func(a Address) markup {
-		return tag("%s", a.Local) + when(a.Local != a.Public, " (public %s)", a.Public)
-	})
+	return fact("Subnet", cmp.Or(join(r.Lease.Subnets), "none yet")) +
+		fact("Lease", r.Lease.Key, validity(r)) +
+		fact("Interface", i.Name, ", MTU ", i.MTU, some(` <span class="soft">(%s)</span>`, i.Reason)) +
+		fact("Addresses", each(i.Addresses, ", ", func(a Address) markup {
+			return tag("%s", a.Local) + when(a.Local != a.Public, " (public %s)", a.Public)
+		})) +
+		fact("Version", r.Version) +
+		fact("Running", "since ", utc(r.Started), ", pid ", r.PID)
+}
 
-	objects := each([]string{"link", "address", "neighbour", "fdb", "route"}, "", func(kind string) markup {
-		n := r.Kernel.Objects[kind]
-		return tag("<dt>%s</dt><dd%s>%s of %s</dd>\n", kind, bad(n.Present < n.Wanted), n.Present, n.Wanted)
-	})
-
-	return tag(`<div class="grid">
-<section class="card"><h2>This host</h2><dl>
-<dt>Subnet</dt><dd>%s</dd>
-<dt>Lease</dt><dd>%s%s</dd>
-<dt>Interface</dt><dd>%s, MTU %s%s</dd>
-<dt>Addresses</dt><dd>%s</dd>
-<dt>Version</dt><dd>%s</dd>
-<dt>Running</dt><dd>since %s, pid %s</dd>
-</dl></section>
-%s<section class="card"><h2>Kernel</h2><dl>
-<dt>Last in sync</dt><dd>%s%s</dd>
-%s</dl></section>
-</div>
-`,
-		cmp.Or(join(r.Lease.Subnets), "none yet"), r.Lease.Key, validity(r),
-		i.Name, i.MTU, some(` <span class="soft">(%s)</span>`, i.Reason), addresses,
-		r.Version, utc(r.Started), r.PID,
-		network(r),
-		ago(r.Now, r.Kernel.LastSync), some(`: <span class="bad">%s</span>`, r.Kernel.Error), objects)
+func kernelFacts(r Report) markup {
+	return fact("Last in sync", ago(r.Now, r.Kernel.LastSync), some(`: <span class="bad">%s</span>`, r.Kernel.Error)) +
+		each([]string{"link", "address", "neighbour", "fdb", "route"}, "", func(kind string) markup {
+			n := r.Kernel.Objects[kind]
+			return fact(kind, tag("<span%s>%s of %s</span>", bad(n.Present < n.Wanted), n.Present, n.Wanted))
+		})
 }
 
 func validity(r Report) markup {
@@ -228,57 +226,42 @@ func validity(r Report) markup {
 	return when(!r.Lease.Expires.IsZero(), ", expires %s unless renewed", ago(r.Now, r.Lease.Expires))
 }
 
-func network(r Report) markup {
+func networkFacts(r Report) markup {
 	n := r.Network
-	var more markup
+	facts := fact("Phase", n.Phase) + fact("Backend", n.BackendType, some(", %s", n.Mode)) + fact("Network", join(n.Prefixes)) + fact("MTU", n.MTU)
 	if p := n.Pool; p != nil {
-		more += tag("<dt>Subnets</dt><dd%s>%s free, %s leased, %s reserved</dd>\n", bad(p.Free == 0), p.Free, p.Leased, p.Reserved)
+		facts += fact("Subnets", tag("<span%s>%s free, %s leased, %s reserved</span>", bad(p.Free == 0), p.Free, p.Leased, p.Reserved))
 	}
 	if l := n.Location; l != nil {
-		more += tag("<dt>Location</dt><dd>%s<br>%s by %s, %s by %s</dd>\n",
-			cmp.Or(l.Name, "none"), counted(l.ByInside, "peer"), l.Inside, l.ByBetween, l.Between)
+		facts += fact("Location", cmp.Or(l.Name, "none"), markup("<br>"), counted(l.ByInside, "peer"), " by ", l.Inside, ", ", l.ByBetween, " by ", l.Between)
 	}
 	if c := n.Cloud; c != nil {
-		more += cloud(r.Now, *c)
+		facts += cloud(r.Now, *c)
 	}
 
-	store := tag(`<span class="bad">away</span>`)
+	store := markup(`<span class="bad">away</span>`)
 	if r.Datastore.Connected {
-		store = tag(`<span class="good">connected</span>`)
+		store = `<span class="good">connected</span>`
 	}
-
-	f := r.Firewall
-	rules := tag("no rules configured")
-	if f.Kind != "" || f.Error != "" {
-		rules = tag("%s%s%s", f.Kind, when(f.Kind != "" && f.Error != "", ": "), some(`<span class="bad">%s</span>`, f.Error))
+	rules := fact("Firewall", "no rules configured")
+	if f := r.Firewall; f.Kind != "" || f.Error != "" {
+		rules = fact("Firewall", f.Kind, when(f.Kind != "" && f.Error != "", ": "), some(`<span class="bad">%s</span>`, f.Error))
 	}
-
-	return tag(`<section class="card"><h2>Network</h2><dl>
-<dt>Phase</dt><dd>%s</dd>
-<dt>Backend</dt><dd>%s%s</dd>
-<dt>Network</dt><dd>%s</dd>
-<dt>MTU</dt><dd>%s</dd>
-%s<dt>Subnet file</dt><dd>%s</dd>
-<dt>Datastore</dt><dd>%s, %s%s%s</dd>
-<dt>Firewall</dt><dd>%s</dd>
-</dl></section>
-`,
-		n.Phase, n.BackendType, some(", %s", n.Mode), join(n.Prefixes), n.MTU, more, n.SubnetFile,
-		r.Datastore.Kind, store, when(!r.Datastore.Since.IsZero(), " for %s", coarse(r.Now.Sub(r.Datastore.Since))), some(": %s", r.Datastore.Error),
-		rules)
+	return facts + fact("Subnet file", n.SubnetFile) +
+		fact("Datastore", r.Datastore.Kind, ", ", store, when(!r.Datastore.Since.IsZero(), " for %s", coarse(r.Now.Sub(r.Datastore.Since))), some(": %s", r.Datastore.Error)) +
+		rules
 }
 
 func cloud(now time.Time, c Cloud) markup {
 	routes := each(c.Routes, "", func(route CloudRoute) markup {
 		return tag("<br><span%s>%s%s</span>", bad(!route.Present), route, when(!route.Present, ": missing"))
 	})
-	overflow := markup("")
+	var overflow markup
 	if o := c.Overflow; o != nil {
 		overflow = tag("<br>%s by the cloud, %s by %s%s",
 			counted(o.ByCloud, "peer"), o.ByTunnel, o.Tunnel, some(`<br><span class="bad">%s</span>`, o.Problem))
 	}
-
-	return tag("<dt>Cloud</dt><dd>last in order %s%s%s</dd>\n", ago(now, c.LastGood), routes, overflow)
+	return fact("Cloud", "last in order ", ago(now, c.LastGood), routes, overflow)
 }
 
 func pathsOf(r Report) markup {

@@ -71,6 +71,15 @@ func NewReport(started time.Time, j *Journal, store string) Report {
 	}
 }
 
+// PeerStates returns the number of peers in each state.
+func (r Report) PeerStates() map[State]int {
+	counts := map[State]int{}
+	for _, p := range r.Peers {
+		counts[p.State]++
+	}
+	return counts
+}
+
 // NetworkSummary is one of several networks.
 type NetworkSummary struct {
 	Name        string         `json:"name"`
