@@ -48,6 +48,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/metrics"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -332,8 +333,12 @@ func scrape(t *testing.T) string {
 	s := metrics.New("", true).With(func(context.Context) metrics.Values {
 		one := map[string]int{"": 1}
 		return metrics.Values{
-			Backend: "vxlan", Peers: one, Objects: map[string]dataplane.Count{"": {}}, Pool: map[string]uint64{"": 1},
-			LastSync: time.Unix(1, 0), LeaseExpires: time.Unix(1, 0), Carried: map[string]int{"next": 1}, Dropped: map[string]uint64{"": 1}, Paths: &paths.Outcome{Results: one}, CloudPeers: one, LocationPeers: one,
+			Report: status.Report{
+				Peers: []status.Peer{}, Paths: &paths.Outcome{Results: one}, Lease: status.Lease{Expires: time.Unix(1, 0)},
+				Kernel:  status.Kernel{Objects: map[string]dataplane.Count{"": {}}, LastSync: time.Unix(1, 0)},
+				Network: status.Network{BackendType: "vxlan", Pool: &status.Pool{}, Location: &status.Location{}, Cloud: &status.Cloud{Overflow: &status.Overflow{}}},
+			},
+			Dropped: map[string]uint64{"": 1},
 			Cloud: &cloud.Report{
 				Good: time.Unix(1, 0), Calls: []cloud.CallCount{{N: 1}}, Tables: []cloud.TableReport{{Used: map[prefix.Family]int{prefix.IPv4: 1}, Quota: map[prefix.Family]int{prefix.IPv4: 1}}},
 			},

@@ -18,8 +18,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/version"
 	"github.com/flanneld/flanneld/pkg/cloud"
-	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
-	"github.com/flanneld/flanneld/pkg/probe/paths"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // readTimeout limits how long a scrape waits for Values. The daemon can read some of them, such as
@@ -27,29 +26,13 @@ import (
 // time, the scrape still returns the others.
 const readTimeout = 2 * time.Second
 
-// Values contains the values that are read at each scrape. A zero time or a nil map means
-// unknown: its metrics are absent.
+// Values contains the values that are read at each scrape. A value that is nil or a zero time is unknown: its metrics are
+// absent.
 type Values struct {
-	Ready         bool
-	PodsCutOff    bool                       // see doctor.CutOff
-	Backend       string                     // type
-	Mode          string                     // of the backend, if it has several
-	Peers         map[string]int             // by state: served, held, refused
-	Objects       map[string]dataplane.Count // by kind
-	LastSync      time.Time
-	Connected     bool              // to the datastore
-	LeaseExpires  time.Time         // zero for a lease that does not expire
-	Pool          map[string]uint64 // subnets by state: free, leased, reserved
-	RestartNeeded bool
-	// ConfigRejected is set while the configuration in the store cannot be used.
-	ConfigRejected bool
-	Dropped        map[string]uint64 // packets dropped in user space, by reason
-	Paths          *paths.Outcome    // nil without --probe
-	NarrowPaths    int               // paths with an MTU smaller than that of the device; unknown if Peers is nil
-	Carried        map[string]int    // peers by backend (present, next), during a migration
-	Cloud          *cloud.Report     // nil unless the backend uses the routes of a cloud
-	CloudPeers     map[string]int    // peers by what carries the packets to them (cloud, tunnel), with Backend.Overflow
-	LocationPeers  map[string]int    // peers by type of the backend that carries the packets to them, with Backend.SameLocation
+	status.Report                   // of one network; Peers is nil if they are not known
+	PodsCutOff    bool              // see doctor.CutOff
+	Dropped       map[string]uint64 // packets dropped in user space, by reason
+	Cloud         *cloud.Report     // nil unless the backend uses the routes of a cloud
 }
 
 // Metrics contains the counters and histograms of one network, in a registry of its own.
@@ -180,43 +163,57 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 
 	gauge("build_info", "Always 1; the labels say which flanneld this is.", "version", "goversion").
 		set(1, version.Version, runtime.Version())
-	if values.Backend != "" {
+	network := values.Network
+	if network.BackendType != "" {
 		gauge("backend_info", "Always 1; the labels give the backend and how it carries packets.", "type", "mode").
-			set(1, values.Backend, values.Mode)
+			set(1, network.BackendType, network.Mode)
 	}
 
 	gauge("ready", "1 while /readyz answers 200. If it is 0, its body gives the reasons.").flag(values.Ready)
 	gauge("pods_cut_off", "1 while the kernel does not carry packets of pods although flanneld's objects are in place. flannelctl doctor names the cause.").flag(values.PodsCutOff)
-	gauge("datastore_connected", "1 while etcd or the Kubernetes API answers. Otherwise traffic continues, but changes of leases do not arrive.").flag(values.Connected)
-	gauge("restart_needed", "1 if the network configuration was deleted or, with --follow-config=false, has changed: flanneld keeps the old one until it is restarted.").flag(values.RestartNeeded)
-	gauge("config_rejected", "1 while this host cannot use the network configuration in the datastore and continues with its own. flannelctl status and the log give the reason.").flag(values.ConfigRejected)
-	gauge("last_sync_timestamp_seconds", "When the kernel last matched the leases. If that is long ago, /readyz and the log give the reason.").time(values.LastSync)
-	gauge("lease_expiry_timestamp_seconds", "When this host's lease expires unless it is renewed. If it comes near, the store does not accept renewals.").time(values.LeaseExpires)
+	gauge("datastore_connected", "1 while etcd or the Kubernetes API answers. Otherwise traffic continues, but changes of leases do not arrive.").flag(values.Datastore.Connected)
+	gauge("restart_needed", "1 if the network configuration was deleted or, with --follow-config=false, has changed: flanneld keeps the old one until it is restarted.").flag(values.RestartNeeded != "")
+	gauge("config_rejected", "1 while this host cannot use the network configuration in the datastore and continues with its own. flannelctl status and the log give the reason.").flag(values.ConfigRejected != "")
+	gauge("last_sync_timestamp_seconds", "When the kernel last matched the leases. If that is long ago, /readyz and the log give the reason.").time(values.Kernel.LastSync)
+	gauge("lease_expiry_timestamp_seconds", "When this host's lease expires unless it is renewed. If it comes near, the store does not accept renewals.").time(values.Lease.Expires)
 
-	each(values.Peers, gauge("peers", "Other hosts by how this host serves them: served, held although the store no longer contains them, or refused for a reason in the log.", "state"))
 	if values.Peers != nil {
+		states := values.PeerStates()
+		carried, narrow := countPeers(values.Report)
+		each(map[string]int{"served": states[status.InPlace] + states[status.Missing], "held": states[status.Held], "refused": states[status.Refused]},
+			gauge("peers", "Other hosts by how this host serves them: served, held although the store no longer contains them, or refused for a reason in the log.", "state"))
+		each(carried, gauge("migration_peers", "Other hosts by the backend that carries the packets to them during a migration: present or next. If some stay with the present one, flannelctl migrate status gives the reason.", "backend"))
 		gauge("narrow_paths", "Paths to other hosts that carry only packets smaller than the MTU of the device, with Backend.MTU \"probe\". flannelctl status names the hosts: repair the MTU of the network between them.").
-			set(float64(values.NarrowPaths))
+			set(float64(narrow))
 	}
 
 	objects := gauge("kernel_objects", "Kernel objects that are wanted and present. If it stays below flannel_kernel_objects_wanted, see the log.", "kind")
 	wanted := gauge("kernel_objects_wanted", "Kernel objects that should be present.", "kind")
-	for kind, n := range values.Objects {
+	for kind, n := range values.Kernel.Objects {
 		objects.set(float64(n.Present), kind)
 		wanted.set(float64(n.Wanted), kind)
 	}
 
-	each(values.Pool, gauge("pool_subnets", "Subnets of the configured range by state. If none is free, no host can join.", "state"))
+	if p := network.Pool; p != nil {
+		each(map[string]uint64{"free": p.Free, "leased": p.Leased, "reserved": p.Reserved},
+			gauge("pool_subnets", "Subnets of the configured range by state. If none is free, no host can join.", "state"))
+	}
 	if values.Paths != nil {
 		each(values.Paths.Results, gauge("paths", "Paths to other hosts by the result of the last probe: ok, or the part that does not work. Needs --probe. flannelctl status names the hosts.", "result"))
 		gauge("unreachable_peers", "Paths to other hosts that do not work, with --probe. flannelctl status names the hosts and what to look at.").
 			set(float64(values.Paths.Unreachable()))
 	}
 
-	each(values.Carried, gauge("migration_peers", "Other hosts by the backend that carries the packets to them during a migration: present or next. If some stay with the present one, flannelctl migrate status gives the reason.", "backend"))
 	each(values.Dropped, counter("udp_dropped_packets_total", "Packets that the udp backend dropped, by reason.", "reason"))
-	each(values.LocationPeers, gauge("location_peers", "Other hosts by the backend that carries the packets to them, with Backend.SameLocation. If one at the location of this host is not served inside, flannelctl status gives the reason.", "backend"))
-	each(values.CloudPeers, gauge("cloud_peers", "Other hosts by what carries the packets to them: the cloud, or the tunnel of Backend.Overflow. If some stay with the tunnel, flannelctl status gives the reason.", "by"))
+	if by := network.Location; by != nil {
+		each(map[string]int{by.Inside: by.ByInside, by.Between: by.ByBetween},
+			gauge("location_peers", "Other hosts by the backend that carries the packets to them, with Backend.SameLocation. If one at the location of this host is not served inside, flannelctl status gives the reason.", "backend"))
+	}
+	if network.Cloud != nil && network.Cloud.Overflow != nil {
+		by := network.Cloud.Overflow
+		each(map[string]int{"cloud": by.ByCloud, "tunnel": by.ByTunnel},
+			gauge("cloud_peers", "Other hosts by what carries the packets to them: the cloud, or the tunnel of Backend.Overflow. If some stay with the tunnel, flannelctl status gives the reason.", "by"))
+	}
 	if values.Cloud == nil {
 		return
 	}
@@ -237,6 +234,24 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 			quota.set(float64(n), t.ID, family.String())
 		}
 	}
+}
+
+// countPeers returns the number of peers by the backend of a migration that carries the packets to them, and the number of
+// narrow paths. The numbers of a migration are zero, and not absent, without one, because a short one may be over before
+// the metric is read.
+func countPeers(r status.Report) (carried map[string]int, narrow int) {
+	carried = map[string]int{"present": 0, "next": 0}
+	for _, p := range r.Peers {
+		narrow += len(p.PathMTU)
+		switch {
+		case r.Network.NextBackendType == "" || p.Backend == "": // other networks with two backends name one, too
+		case p.Waiting == "":
+			carried["next"]++
+		default:
+			carried["present"]++
+		}
+	}
+	return carried, narrow
 }
 
 // metric is a metric whose values go to a scrape.

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"net/http"
 	"net/http/httptest"
+	"net/netip"
 	"os"
 	"regexp"
 	"strings"
@@ -20,6 +21,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/metrics"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 func scrape(t *testing.T, s metrics.Source) string {
@@ -33,12 +35,22 @@ func scrape(t *testing.T, s metrics.Source) string {
 }
 
 func full(context.Context) metrics.Values {
+	peers := []status.Peer{
+		{State: status.InPlace, Backend: "vxlan"}, {State: status.InPlace, Backend: "vxlan"}, {State: status.InPlace, Backend: "vxlan"}, {State: status.Held, Backend: "vxlan"},
+		{State: status.Missing, Backend: "udp", Waiting: "no route", PathMTU: map[netip.Prefix]int{netip.MustParsePrefix("10.5.1.0/24"): 1400}},
+		{State: status.Refused}, {State: status.Reserved},
+	}
 	return metrics.Values{
-		Ready: true, PodsCutOff: true, Backend: "vxlan", Peers: map[string]int{"served": 3, "refused": 1},
-		Objects: map[string]dataplane.Count{"route": {Wanted: 4, Present: 3}}, LastSync: time.Unix(1000, 5e8),
-		Connected: true, LeaseExpires: time.Unix(2000, 0), Pool: map[string]uint64{"free": 9},
-		RestartNeeded: true, ConfigRejected: true, Dropped: map[string]uint64{"malformed": 2}, Carried: map[string]int{"present": 1, "next": 4}, Paths: &paths.Outcome{Results: map[string]int{"ok": 3, "mtu": 2, "unknown": 1}},
-		CloudPeers: map[string]int{"cloud": 2, "tunnel": 1}, LocationPeers: map[string]int{"host-gw": 3, "wireguard": 4},
+		Report: status.Report{
+			Ready: true, RestartNeeded: "VNI", ConfigRejected: "MTU", Peers: peers, Paths: &paths.Outcome{Results: map[string]int{"ok": 3, "mtu": 2, "unknown": 1}},
+			Kernel:    status.Kernel{Objects: map[string]dataplane.Count{"route": {Wanted: 4, Present: 3}}, LastSync: time.Unix(1000, 5e8)},
+			Datastore: status.Datastore{Connected: true}, Lease: status.Lease{Expires: time.Unix(2000, 0)},
+			Network: status.Network{
+				BackendType: "udp", NextBackendType: "vxlan", Pool: &status.Pool{Free: 9},
+				Cloud: &status.Cloud{Overflow: &status.Overflow{ByCloud: 2, ByTunnel: 1}}, Location: &status.Location{Inside: "host-gw", ByInside: 3, Between: "wireguard", ByBetween: 4},
+			},
+		},
+		PodsCutOff: true, Dropped: map[string]uint64{"malformed": 2},
 		Cloud: &cloud.Report{
 			Good: time.Unix(3000, 0), Calls: []cloud.CallCount{{Name: "CreateRoute", Result: "ok", N: 4}},
 			Tables: []cloud.TableReport{{ID: "rtb-1", Used: map[prefix.Family]int{prefix.IPv4: 7}, Quota: map[prefix.Family]int{prefix.IPv4: 50}}, {ID: "rtb-2"}},
@@ -55,7 +67,7 @@ func TestMetrics(t *testing.T) {
 	m.Answered(2 * time.Millisecond)
 	page := scrape(t, m.With(full))
 	for _, want := range []string{
-		"flannel_ready 1", "flannel_pods_cut_off 1", `flannel_backend_info{mode="",type="vxlan"} 1`, `flannel_peers{state="served"} 3`, `flannel_peers{state="refused"} 1`,
+		"flannel_ready 1", "flannel_pods_cut_off 1", `flannel_backend_info{mode="",type="udp"} 1`, `flannel_peers{state="served"} 4`, `flannel_peers{state="held"} 1`, `flannel_peers{state="refused"} 1`, "flannel_narrow_paths 1",
 		`flannel_kernel_objects{kind="route"} 3`, `flannel_kernel_objects_wanted{kind="route"} 4`, "flannel_last_sync_timestamp_seconds 1000.5",
 		"flannel_datastore_connected 1", "flannel_lease_expiry_timestamp_seconds 2000", `flannel_pool_subnets{state="free"} 9`,
 		"flannel_restart_needed 1", `flannel_paths{result="mtu"} 2`, "flannel_unreachable_peers 2", "flannel_config_rejected 1", `flannel_udp_dropped_packets_total{reason="malformed"} 2`,
@@ -96,6 +108,18 @@ func TestUnknownIsAbsent(t *testing.T) {
 	}
 }
 
+// TestNoMigration checks that the numbers of a migration are zero without one, also if two backends carry the packets.
+func TestNoMigration(t *testing.T) {
+	page := scrape(t, metrics.New("", false).With(func(context.Context) metrics.Values {
+		return metrics.Values{Report: status.Report{Peers: []status.Peer{{State: status.InPlace, Backend: "vxlan", Waiting: "no route"}, {State: status.InPlace, Backend: "aws-vpc"}}}}
+	}))
+	for _, want := range []string{`flannel_migration_peers{backend="next"} 0`, `flannel_migration_peers{backend="present"} 0`, `flannel_peers{state="served"} 2`, `flannel_peers{state="held"} 0`} {
+		if !strings.Contains(page, "\n"+want) {
+			t.Errorf("no %q in\n%s", want, page)
+		}
+	}
+}
+
 // TestRulesAndDashboardUseExistingMetrics checks that alert rules and the dashboard use only
 // metrics that exist.
 func TestRulesAndDashboardUseExistingMetrics(t *testing.T) {
@@ -129,7 +153,7 @@ func TestSeveralNetworks(t *testing.T) {
 		ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
 	page := w.Body.String()
 	for _, want := range []string{
-		`flannel_ready{network="red"} 1`, `flannel_ready{network="green"} 1`, `flannel_peers{network="red",state="served"} 3`,
+		`flannel_ready{network="red"} 1`, `flannel_ready{network="green"} 1`, `flannel_peers{network="red",state="served"} 4`,
 		`flannel_drift_repaired_total{network="red"} 2`, `flannel_drift_repaired_total{network="green"} 0`, "go_goroutines ",
 	} {
 		if strings.Count(page, "\n"+want) != 1 {

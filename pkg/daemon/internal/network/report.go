@@ -46,67 +46,12 @@ func (n *Network) inspect(ctx context.Context, objects bool) (now lastknown.Stat
 // values returns the values of the metrics.
 func (n *Network) values(ctx context.Context) metrics.Values {
 	now, in, known := n.inspect(ctx, false)
-	ready, _ := n.ready.health.Ready()
-	since, away := n.ready.health.Part(partDatastore)
 	_, cutOff := n.ready.health.Part(partPods)
-	l := metrics.Values{
-		Ready: ready, PodsCutOff: cutOff != nil, Backend: now.Config.BackendType, Objects: in.Counts, LastSync: in.LastSync,
-		Connected: !since.IsZero() && away == nil, LeaseExpires: now.Own.Expires,
-		Mode: in.Mode, Dropped: in.Dropped, Cloud: in.Cloud, RestartNeeded: n.config.restartNeeded() != "", ConfigRejected: n.config.refusal() != "",
+	v := metrics.Values{Report: n.report(now, in, known, 0), PodsCutOff: cutOff != nil, Dropped: in.Dropped, Cloud: in.Cloud}
+	if !known {
+		v.Peers = nil
 	}
-	if s := n.serving.Load(); s != nil && s.prober != nil {
-		outcome := s.prober.Outcome(0)
-		l.Paths = &outcome
-	}
-	if known {
-		n.countPeers(&l, now, in)
-	}
-	return l
-}
-
-// countPeers sets those values that are counts of peers and of their subnets.
-func (n *Network) countPeers(l *metrics.Values, now lastknown.State, in backend.Inspection) {
-	l.Peers = map[string]int{"served": 0, "held": 0, "refused": 0}
-	if use := n.poolUse(now, in); use != nil {
-		l.Pool = map[string]uint64{"free": use.Free, "leased": use.Leased, "reserved": use.Reserved}
-	}
-
-	l.Carried = carried(now, in)
-	if by := in.Overflow; by != nil {
-		l.CloudPeers = map[string]int{"cloud": by.ByCloud, "tunnel": by.ByTunnel}
-	}
-	if by := in.Location; by != nil {
-		l.LocationPeers = map[string]int{by.Inside: by.ByInside, by.Between: by.ByBetween}
-	}
-
-	for _, p := range in.Peers {
-		l.NarrowPaths += len(p.PathMTUs)
-		switch {
-		case p.Reserved: // it is in Pool
-		case p.Refused != "":
-			l.Peers["refused"]++
-		case p.Held:
-			l.Peers["held"]++
-		default:
-			l.Peers["served"]++
-		}
-	}
-}
-
-// carried returns the numbers of peers by the backend of a migration that carries the packets to them. They are
-// zero, and not absent, without a migration, because a short one may be over before the metric is read.
-func carried(now lastknown.State, in backend.Inspection) map[string]int {
-	numbers := map[string]int{"present": 0, "next": 0}
-	for _, p := range in.Peers {
-		switch {
-		case !now.Config.Migrates() || p.Choice.Backend == "": // other networks with two backends have a Choice, too
-		case p.Choice.Waiting == "":
-			numbers["next"]++
-		default:
-			numbers["present"]++
-		}
-	}
-	return numbers
+	return v
 }
 
 // poolUse returns how much of the range of subnets is in use, for the family with the
@@ -139,6 +84,20 @@ func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, er
 		return status.Report{}, fmt.Errorf("%w: %s: this daemon has one network without a name", status.ErrNoNetwork, q.Network)
 	}
 	now, in, known := n.inspect(ctx, !q.AllPaths)
+	if q.AllPaths {
+		r := n.report(now, in, known, math.MaxInt)
+		r.Peers = []status.Peer{}
+		r.Events = []status.Event{}
+		return r, nil
+	}
+	r := n.report(now, in, known, worstPaths)
+	r.Interface.Candidates = n.candidates(ctx)
+	return r, nil
+}
+
+// report returns the report with so many of the worst paths, and without the candidates for the external interface. Its
+// other arguments are the results of inspect.
+func (n *Network) report(now lastknown.State, in backend.Inspection, known bool, worst int) status.Report {
 	r := status.NewReport(n.host.Started, n.host.Journal, n.opts.StoreKind())
 	r.Network = status.Network{
 		Name: n.name, Phase: string(n.progress.Phase()), BackendType: now.Config.BackendType, Mode: in.Mode, Prefixes: now.Config.Prefixes(), SubnetFile: n.opts.SubnetFile,
@@ -167,8 +126,12 @@ func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, er
 	}
 	if known {
 		if now.Config.Migrates() {
-			waiting := carried(now, in)["present"]
-			r.Network.Waiting = &waiting
+			r.Network.Waiting = new(int)
+			for _, p := range in.Peers {
+				if p.Choice.Backend != "" && p.Choice.Waiting != "" {
+					*r.Network.Waiting++
+				}
+			}
 		}
 		r.Network.Pool = (*status.Pool)(n.poolUse(now, in))
 	}
@@ -183,10 +146,6 @@ func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, er
 	r.Kernel.Error = oneline.Text(in.Err)
 	maps.Copy(r.Kernel.Objects, in.Counts)
 	if s := n.serving.Load(); s != nil && s.prober != nil {
-		worst := worstPaths
-		if q.AllPaths {
-			worst = math.MaxInt
-		}
 		outcome := s.prober.Outcome(worst)
 		r.Paths = &outcome
 	}
@@ -199,16 +158,10 @@ func (n *Network) Report(ctx context.Context, q status.Query) (status.Report, er
 	for _, shared := range in.Shared {
 		r.SharedPublicIPs = append(r.SharedPublicIPs, status.SharedPublicIP{PublicIP: shared.PublicIP, Leases: shared.Keys})
 	}
-	if q.AllPaths {
-		r.Events = []status.Event{}
-		return r, nil
-	}
-
-	r.Interface.Candidates = n.candidates(ctx)
 	for _, p := range in.Peers {
 		r.Peers = append(r.Peers, statusPeer(p))
 	}
-	return r, nil
+	return r
 }
 
 func statusCloud(c cloud.Report) *status.Cloud {

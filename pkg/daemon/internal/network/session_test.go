@@ -27,6 +27,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/report/metrics"
+	"github.com/flanneld/flanneld/pkg/report/status"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -119,7 +120,7 @@ func networkOn(t *testing.T, be starter, from underlay.Interface) (*Network, *se
 	}
 	o := options.Options{Resync: time.Minute, Firewall: options.FirewallIPTables, SubnetFile: filepath.Join(t.TempDir(), "subnet.env")}
 	n := &Network{
-		host: &Host{Tuner: &tune.Tuner{}, Firewall: keeper.NewHost()}, devices: ownership.NewLocks(""),
+		host: &Host{Tuner: &tune.Tuner{}, Firewall: keeper.NewHost(), Journal: status.NewJournal(1)}, devices: ownership.NewLocks(""),
 		opts: o, catalog: backend.Catalog{Registry: registry}, store: silent{}, state: lastknown.NewStore(nil), config: newConfigWatch(true, nil, nil),
 		metrics: metrics.New("", false), progress: &Progress{entered: drawn(t, PhaseServing)}, surroundings: realSurroundings(),
 	}
@@ -330,7 +331,7 @@ func TestValuesOfABusySession(t *testing.T) {
 			t.Errorf("got %+v, want a number of peers", v)
 		}
 		s.stop() // from now on no pass ends
-		if v := n.values(t.Context()); v.Peers != nil || v.Pool != nil || v.Backend != "scripted" {
+		if v := n.values(t.Context()); v.Peers != nil || v.Network.Pool != nil || v.Network.BackendType != "scripted" {
 			t.Errorf("got %+v, want the backend, and no number of peers or subnets", v)
 		}
 	})
