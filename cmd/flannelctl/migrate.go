@@ -229,140 +229,100 @@ type hostMigration struct {
 	ClearText int `json:"clearText,omitempty"`
 }
 
-// readMigration reads the configuration and all leases, and returns the state of the migration. It
-// returns errNoMigration, wrapped, if the network does not migrate and no lease has data for a former
-// backend.
+// readMigration reads the configuration and all leases, and returns the result of migrationOf.
 func readMigration(cmd *cobra.Command, flags *storeFlags) (m migration, err error) {
-	var text []byte
-	var leases []subnet.Lease
 	err = flags.read(func(_ storeOptions, from store) error {
-		if text, _, err = config(cmd.Context(), from); err != nil {
+		text, _, err := config(cmd.Context(), from)
+		if err != nil {
 			return err
 		}
 		entries, err := from.Entries(cmd.Context(), false)
-		for _, e := range entries {
-			leases = append(leases, e.Lease)
+		if err != nil {
+			return err
+		}
+		cfg, err := subnet.ParseConfig(text)
+		if err == nil {
+			m, err = migrationOf(cfg, entries)
 		}
 		return err
 	})
-	if err != nil {
-		return m, err
-	}
-
-	cfg, err := subnet.ParseConfig(text)
-	if err != nil {
-		return m, err
-	}
-	present, next, devices, err := sidesOf(cfg)
-	if err != nil {
-		return m, err
-	}
-	if cfg.Migrates() {
-		m = newMigration(present, next, leases)
-		m.nameDevices(devices)
-		return m, nil
-	}
-
-	m, ended := endedMigration(present, leases)
-	if !ended {
-		return m, fmt.Errorf("%w: its configuration has no NextBackend, its backend is %s, and no lease has data for another one", errNoMigration, cfg.BackendType)
-	}
-	return m, nil
+	return m, err
 }
 
-// nameDevices adds the devices to the names of two VNIs of vxlan, which have the same type. devices are those of both
-// backends.
-func (m *migration) nameDevices(devices []string) {
-	if m.From == m.To {
-		m.From += " (" + devices[0] + ")"
-		m.To += " (" + devices[len(devices)/2] + ")"
-	}
-}
-
-// sidesOf returns the backends of a configuration, and the devices of both. next is the zero Side unless the network
-// migrates.
-func sidesOf(cfg subnet.Config) (present, next backend.Side, devices []string, err error) {
+// migrationOf returns the state of a migration, according to the configuration and all leases. It returns errNoMigration,
+// wrapped, if the network does not migrate, and all readable leases have data for its backend and for no other one.
+func migrationOf(cfg subnet.Config, entries []subnet.Entry) (m migration, err error) {
 	backends, err := allBackends()
 	if err != nil {
-		return present, next, nil, err
+		return m, err
 	}
 	const usualMTU = 1500
 	be, _, err := backends.New(backend.Env{Config: cfg, Underlay: underlay.Interface{Name: "any", MTU: usualMTU}})
 	if err != nil {
-		return present, next, nil, err
+		return m, err
 	}
-	devices = be.Describe().Scope.Devices
+
 	sides := backend.SidesOf(be, cfg.BackendType)
-	if len(sides) > 1 {
-		next = sides[1]
+	from := sides[0]
+	to := sides[len(sides)-1]
+	m = migration{
+		To: to.Type, Ended: !cfg.Migrates(), Behind: []string{},
+		Phases: map[string]int{phaseBefore: 0, phaseBoth: 0, phaseFinished: 0},
 	}
-	return sides[0], next, devices, nil
-}
+	if m.Ended {
+		to.Strict = true // the former backend may be of the same type
+	} else {
+		m.From = from.Type
+	}
 
-// newMigration returns the state of a migration from present to next, according to leases.
-func newMigration(present, next backend.Side, leases []subnet.Lease) migration {
-	m := migration{From: present.Type, To: next.Type}
-	m.count(leases, func(l *subnet.Lease) (byPresent, byNext bool) {
-		_, byPresent = present.Of(l)
-		_, byNext = next.Of(l)
-		return byPresent, byNext
-	})
-	m.Leaving = nil
-	return m
-}
-
-// endedMigration returns the state after the end of a migration. now is the only backend in the
-// configuration. ended is false if all readable leases have data for now and for no other backend, so
-// that there is nothing to report.
-func endedMigration(now backend.Side, leases []subnet.Lease) (m migration, ended bool) {
-	now.Strict = true // the former backend may be of the same type
-	m = migration{To: now.Type, Ended: true}
-	leases = slices.DeleteFunc(slices.Clone(leases), func(l subnet.Lease) bool { return len(l.Endpoints) == 0 }) // an unreadable lease does not keep hosts from ending the migration
-	m.count(leases, func(l *subnet.Lease) (byFormer, byNow bool) {
-		_, byNow = now.Of(l)
-		former := cmp.Or(l.BackendType, "udp") // leases of the backend udp have no type
-		if l.NextType != "" && l.NextType != now.Type {
-			former = l.NextType
-		}
-
-		byFormer = !byNow || l.NextType != ""
-		if byFormer && m.From == "" {
-			m.From = former
-			if former == m.To { // another VNI of vxlan
-				m.From = "the former " + former
-			}
-		}
-		return byFormer, byNow
-	})
-	return m, len(m.Behind)+len(m.Leaving) > 0
-}
-
-// count sets Phases, Behind and Leaving according to leases. has reports whether a lease has data for
-// From and for To. A lease with data for neither counts as one that has only that for From. count
-// ignores reservations for no host.
-func (m *migration) count(leases []subnet.Lease, has func(*subnet.Lease) (from, to bool)) {
-	m.Behind = []string{}
-	m.Phases = map[string]int{phaseBefore: 0, phaseBoth: 0, phaseFinished: 0}
-	for _, l := range leases {
+	for _, e := range entries {
+		l := &e.Lease
 		used := slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return subnet.IsHost(e.PublicIP) })
-		if !used && l.Permanent {
+		unreadable := len(l.Endpoints) == 0 // it does not keep hosts from ending the migration
+		if !used && l.Permanent || unreadable && m.Ended {
 			continue
 		}
 
-		from, to := has(&l)
+		_, byFrom := from.Of(l)
+		_, byTo := to.Of(l)
+		if m.Ended {
+			byFrom = !byTo || l.NextType != ""
+			former := cmp.Or(l.BackendType, "udp") // leases of the backend udp have no type
+			if l.NextType != "" && l.NextType != m.To {
+				former = l.NextType
+			}
+			if former == m.To { // another VNI of vxlan
+				former = "the former " + former
+			}
+			if byFrom {
+				m.From = cmp.Or(m.From, former)
+			}
+		}
+
 		switch {
-		case from && to:
+		case byFrom && byTo:
 			m.Phases[phaseBoth]++
-			m.Leaving = append(m.Leaving, l.Key)
-		case to:
+			if m.Ended {
+				m.Leaving = append(m.Leaving, l.Key)
+			}
+		case byTo:
 			m.Phases[phaseFinished]++
-		default:
+		default: // a lease with data for neither counts as one that has only that for From
 			m.Phases[phaseBefore]++
 			m.Behind = append(m.Behind, l.Key)
 		}
 	}
 	slices.Sort(m.Behind)
 	slices.Sort(m.Leaving)
+
+	switch devices := be.Describe().Scope.Devices; {
+	case m.Ended && len(m.Behind)+len(m.Leaving) == 0:
+		err = fmt.Errorf("%w: its configuration has no NextBackend, its backend is %s, and no lease has data for another one", errNoMigration, cfg.BackendType)
+	case !m.Ended && m.From == m.To: // two VNIs of vxlan, whose devices tell them apart
+		m.From += " (" + devices[0] + ")"
+		m.To += " (" + devices[len(devices)/2] + ")"
+	}
+	return m, err
 }
 
 // addHost adds the state of this host, from the report of its daemon. It adds nothing if the daemon

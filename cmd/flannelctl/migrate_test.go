@@ -51,14 +51,17 @@ func TestMigrationSteps(t *testing.T) {
 
 func second(_ []byte, err error) error { return err }
 
+func entriesOf(leases ...subnet.Lease) (all []subnet.Entry) {
+	for _, l := range leases {
+		all = append(all, subnet.Entry{Lease: l})
+	}
+	return all
+}
+
 // TestMigrationState checks the phases of hosts in a migration between two VNIs, and what the output
 // says about this host.
 func TestMigrationState(t *testing.T) {
 	cfg, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"},"NextBackend":{"Type":"vxlan","VNI":7}}`))
-	if err != nil {
-		t.Fatal(err)
-	}
-	present, next, devices, err := sidesOf(cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -74,13 +77,13 @@ func TestMigrationState(t *testing.T) {
 	reserved := lease("reserved", "", "")
 	reserved.Permanent, reserved.Endpoints[0].PublicIP = true, netip.IPv4Unspecified()
 	const one, seven = `{"VNI":1,"VtepMAC":"02:00:00:00:00:01"}`, `{"VNI":7,"VtepMAC":"02:00:00:00:00:02"}`
-	m := newMigration(present, next, []subnet.Lease{
-		lease("old", one, ""), lease("both", one, seven), lease("new", seven, ""), reserved, {Key: "unreadable"},
-	})
+	m, err := migrationOf(cfg, entriesOf(lease("old", one, ""), lease("both", one, seven), lease("new", seven, ""), reserved, subnet.Lease{Key: "unreadable"}))
+	if err != nil {
+		t.Fatal(err)
+	}
 	if diff := cmp.Diff(map[string]int{phaseBefore: 2, phaseBoth: 1, phaseFinished: 1}, m.Phases); diff != "" {
 		t.Errorf("phases (-want +got):\n%s", diff)
 	}
-	m.nameDevices(devices)
 	m.addHost(status.Report{Network: status.Network{NextBackendType: "vxlan", MTU: 1450}, Peers: []status.Peer{
 		{Lease: status.Lease{Key: "old"}, Backend: "vxlan", Waiting: "it does not publish data for vxlan"},
 		{Lease: status.Lease{Key: "new"}, Backend: "vxlan"},
@@ -159,11 +162,11 @@ func TestMigrationEnd(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		now, _, _, err := sidesOf(cfg)
-		if err != nil {
+		m, err := migrationOf(cfg, entriesOf(tt.leases...))
+		ended := err == nil
+		if err != nil && !errors.Is(err, errNoMigration) {
 			t.Fatal(err)
 		}
-		m, ended := endedMigration(now, tt.leases)
 		if diff := cmp.Diff(map[string]int{phaseBefore: tt.before, phaseBoth: tt.both, phaseFinished: tt.finish}, m.Phases); ended != tt.ended || diff != "" {
 			t.Errorf("%s: ended %v, want %v; phases (-want +got):\n%s", tt.name, ended, tt.ended, diff)
 		}
