@@ -149,7 +149,7 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, failed bool
 				known = doctor.Examine(facts)
 			}
 		}
-		v = v.because(known)
+		v.Verdict = because(v.Verdict, v.Subnet, known)
 		if v.Broken != "" {
 			broken++
 		}
@@ -231,14 +231,24 @@ func diagnose(ctx context.Context, r status.Report, verdicts []verdict) iter.Seq
 	}
 }
 
-// diagnosed returns the verdict with its result.
+// diagnosed returns the verdict with its result, and with the direction that the daemon has found if the path is broken.
 func (v verdict) diagnosed(ctx context.Context, ways paths.Network, found *paths.Outcome) verdict {
 	v.Verdict = certain(paths.Diagnose(ctx, v.Path, ways))
-	v = v.directed(found)
+	if v.OK {
+		return v
+	}
+	if found != nil {
+		for _, p := range found.Worst {
+			if p.OneWay && p.Subnet == v.Subnet {
+				p.Verdict = v.Verdict
+				v.Advice = p.Text()
+			}
+		}
+	}
 	if v.Broken == paths.Underlay {
 		v.Advice = cmp.Or(linux.Neighbour(v.PublicIP), v.Advice)
 	}
-	if !v.OK && v.Broken != paths.MTU && v.Broken != paths.Checksum {
+	if v.Broken != paths.MTU && v.Broken != paths.Checksum {
 		v.Advice = cmp.Or(linux.Twins(ctx, v.PublicIP), v.Advice)
 	}
 	return v
@@ -247,32 +257,18 @@ func (v verdict) diagnosed(ctx context.Context, ways paths.Network, found *paths
 // silent reports whether the host of a peer answers, and its end of the network does not.
 func (v verdict) silent() bool { return v.Broken != "" && v.Broken != paths.Underlay }
 
-// directed returns the verdict with the direction that the daemon has found, if the path is broken.
-func (v verdict) directed(found *paths.Outcome) verdict {
-	if v.OK || found == nil {
-		return v
-	}
-	for _, p := range found.Worst {
-		if p.OneWay && p.Subnet == v.Subnet {
-			p.Verdict = v.Verdict
-			v.Advice = p.Text()
-		}
-	}
-	return v
-}
-
-// because returns the verdict with the cause that was found on this host, if there is one, or with what may be the
-// cause. A peer whose host is not reached at all keeps its verdict, unless the address of this host is the cause.
-func (v verdict) because(findings []doctor.Finding) verdict {
+// because returns the verdict about the path to a subnet with the cause that was found on this host, if there is one, or
+// with what may be the cause. A peer whose host is not reached at all keeps its verdict, unless the address of this host is
+// the cause.
+func because(v paths.Verdict, subnet netip.Prefix, findings []doctor.Finding) paths.Verdict {
 	for _, f := range findings {
 		if v.Broken == paths.Underlay && f.Word != doctor.Duplicate {
 			continue
 		}
-		if f.Concerns(v.Subnet) {
-			v.Verdict = paths.Verdict{Broken: paths.Part(f.Word), Advice: f.Problem + "; fix: " + f.Fix}
-			return v
+		if f.Concerns(subnet) {
+			return paths.Verdict{Broken: paths.Part(f.Word), Advice: f.Problem + "; fix: " + f.Fix}
 		}
-		if f.Word == "" && !v.OK && slices.Contains(f.Subnets, v.Subnet) {
+		if f.Word == "" && !v.OK && slices.Contains(f.Subnets, subnet) {
 			v.Advice = strings.TrimPrefix(v.Advice+"; or "+f.Problem, "; or ")
 		}
 	}

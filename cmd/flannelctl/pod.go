@@ -91,11 +91,8 @@ type pod struct {
 // startPod starts the process of a pod. The caller must end it.
 func (f podFlags) startPod(ctx context.Context, subnets []netip.Prefix) (*pod, error) {
 	network, err := f.network(subnets)
-	if err != nil {
-		return nil, err
-	}
-	program, err := os.Executable()
-	if err != nil {
+	program, failed := os.Executable()
+	if err = cmp.Or(err, failed); err != nil {
 		return nil, err
 	}
 
@@ -249,11 +246,6 @@ type leg struct {
 	settled bool       // nothing is sent
 }
 
-// verdict returns the result of a leg to a peer.
-func (l leg) verdict() verdict {
-	return verdict{Path: l.path, Verdict: l.Verdict}
-}
-
 // podCheck is a check from a pod.
 type podCheck struct {
 	report   status.Report
@@ -355,14 +347,12 @@ func (c *podCheck) plan(attached map[prefix.Family]attachment, only []netip.Pref
 func (c *podCheck) judge(ctx context.Context, answers map[string]reach) error {
 	var group errgroup.Group
 	group.SetLimit(checkAtOnce)
+	passed := map[netip.Addr]bool{} // by address of the pod: some packet has passed the gateway
 	for i := range c.legs {
-		if l := &c.legs[i]; !l.settled {
+		l := &c.legs[i]
+		if !l.settled {
 			l.reach = answers[l.To]
 		}
-	}
-
-	passed := map[netip.Addr]bool{} // by address of the pod: some packet has passed the gateway
-	for _, l := range c.legs {
 		passed[l.From] = passed[l.From] || l.Half != toGateway && (l.OK || answers[l.end.String()].OK)
 	}
 	ended := map[netip.Addr]bool{} // no packet reaches the gateway
@@ -375,7 +365,7 @@ func (c *podCheck) judge(ctx context.Context, answers map[string]reach) error {
 	for i := range c.legs {
 		l := &c.legs[i]
 		if l.OK && l.Half == outside { // packets in the other direction may be lost
-			l.Verdict = l.verdict().because(c.findings).Verdict
+			l.Verdict = because(l.Verdict, l.path.Subnet, c.findings)
 			continue
 		}
 		if l.OK || l.Broken == "address" {
@@ -419,7 +409,7 @@ func (c *podCheck) blameBridge(l *leg) {
 // blameOutside names the cause why packets pass the gateway and not the rest of the way. end is the answer of the
 // peer's address in the network, if it has one besides the bridge.
 func (c *podCheck) blameOutside(ctx context.Context, l *leg, end reach) {
-	v := l.verdict()
+	v := l.Verdict
 	switch {
 	case l.settled, l.Half == toTarget: // only doctor may know the cause
 	case end.OK && l.Broken == paths.Tunnel:
@@ -428,18 +418,17 @@ func (c *podCheck) blameOutside(ctx context.Context, l *leg, end reach) {
 			"or a firewall there drops packets to it", end.To, l.To)
 		return
 	default:
-		fromHost := certain(paths.Diagnose(ctx, l.path, pathsOf(c.report)))
-		if !fromHost.OK {
-			v.Verdict = fromHost
+		if fromHost := certain(paths.Diagnose(ctx, l.path, pathsOf(c.report))); !fromHost.OK {
+			v = fromHost
 			break
 		}
 		v.Advice = "packets of this host pass, those of pods do not: a firewall, rule or route here or there takes them: run flannelctl doctor there (" + l.Advice + ")"
 	}
 
 	if l.path.Subnet.IsValid() {
-		v = v.because(c.findings)
+		v = because(v, l.path.Subnet, c.findings)
 	}
-	l.Verdict = v.Verdict
+	l.Verdict = v
 }
 
 // print shows the legs, and returns an error that names the half of the way that is broken, if one is.
@@ -458,17 +447,15 @@ func (c *podCheck) print(w io.Writer, out output) error {
 		return err
 	}
 
-	broken := 0
-	var halves []string
+	var broken []string
 	for _, l := range c.legs {
 		if l.Broken != "" {
-			broken++
-			halves = append(halves, string(l.Half))
+			broken = append(broken, string(l.Half))
 		}
 	}
 	switch {
-	case broken > 0:
-		return fmt.Errorf("%d of %d ways of a pod are broken: %s", broken, len(c.legs), strings.Join(slices.Compact(halves), ", "))
+	case len(broken) > 0:
+		return fmt.Errorf("%d of %d ways of a pod are broken: %s", len(broken), len(c.legs), strings.Join(slices.Compact(broken), ", "))
 	case !slices.ContainsFunc(c.legs, func(l leg) bool { return l.Half != toGateway }):
 		return errors.New("there is no peer to check")
 	}
