@@ -147,17 +147,11 @@ func expires(l lease) string {
 	return (time.Duration(l.TTLSeconds) * time.Second).String()
 }
 
-// watched is a lease as watchLeases has last seen it.
-type watched struct {
-	*subnet.Lease
-	unreadable bool // the Lease contains only its Key
-}
-
 // watchLeases prints all leases and then every change. It returns nil when ctx ends.
 func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, func(subnet.Update)) error) error {
-	known := map[string]watched{}
-	line := func(sign string, l watched) {
-		p := newLease(subnet.Entry{Lease: *l.Lease})
+	known := map[string]*subnet.Lease{} // one without endpoints cannot be read
+	line := func(sign string, l *subnet.Lease) {
+		p := newLease(subnet.Entry{Lease: *l})
 		what := dash(list(p.PublicIPs)) + " " + dash(p.Type)
 		if sign == "!" {
 			what = "cannot be read"
@@ -167,19 +161,19 @@ func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, f
 
 	err := watch(ctx, func(u subnet.Update) {
 		s := u.Snapshot()
-		now := map[string]watched{}
+		now := map[string]*subnet.Lease{}
 		for _, l := range s.Leases {
-			now[l.Key] = watched{Lease: l}
+			now[l.Key] = l
+		}
+		for _, key := range s.Undecodable {
+			now[key] = &subnet.Lease{Key: key}
 		}
 
-		for _, key := range s.Undecodable {
-			now[key] = watched{&subnet.Lease{Key: key}, true}
-		}
 		for _, key := range slices.Sorted(maps.Keys(now)) {
 			l := now[key]
 			switch was, ok := known[key]; {
-			case ok && same(was.Lease, l.Lease):
-			case l.unreadable:
+			case ok && was.Same(l):
+			case len(l.Endpoints) == 0:
 				line("!", l)
 			case ok:
 				line("~", l)
@@ -189,7 +183,7 @@ func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, f
 		}
 
 		for _, key := range slices.Sorted(maps.Keys(known)) {
-			if _, ok := now[key]; !ok {
+			if now[key] == nil {
 				line("-", known[key])
 			}
 		}
@@ -199,12 +193,6 @@ func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, f
 		return nil
 	}
 	return err
-}
-
-func same(a, b *subnet.Lease) bool {
-	return a.BackendType == b.BackendType && a.NextType == b.NextType && slices.EqualFunc(a.Endpoints, b.Endpoints, func(x, y subnet.Endpoint) bool {
-		return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && string(x.Data) == string(y.Data) && string(x.NextData) == string(y.NextData)
-	})
 }
 
 func newReserveCommand(h host) *cobra.Command {
