@@ -121,7 +121,7 @@ type missing struct {
 // collect adds all parts. It collects some at a time: each may wait until its time is over, if the daemon, the store or
 // a host hangs. It returns those that are not complete, in their order.
 func (a *archive) collect(ctx context.Context, timeout time.Duration, all []part) (incomplete []missing, err error) {
-	failures := make([]error, len(all))
+	incomplete = make([]missing, len(all))
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(8)
 	for i, p := range all {
@@ -135,17 +135,12 @@ func (a *archive) collect(ctx context.Context, timeout time.Duration, all []part
 			if failed == nil && len(text) > maxPart {
 				failed = fmt.Errorf("the first %d bytes are left out", len(text)-maxPart)
 			}
-			failures[i] = failed
+			incomplete[i] = missing{p.name, failed}
 			return errors.Join(ctx.Err(), a.add(p.name, text, failed))
 		})
 	}
 	err = group.Wait()
-	for i, p := range all {
-		if failures[i] != nil {
-			incomplete = append(incomplete, missing{p.name, failures[i]})
-		}
-	}
-	return incomplete, err
+	return slices.DeleteFunc(incomplete, func(m missing) bool { return m.err == nil }), err
 }
 
 // add writes a file without its secrets, and at its end why it is not complete.
@@ -190,20 +185,17 @@ func (h host) knownSecrets(ctx context.Context) *scrubber {
 // parts returns all parts in the order in which they are collected.
 func (h host) parts(ctx context.Context) []part {
 	client := status.Client(h.socket)
-	var all []part
-	own := func(name string, args ...string) {
-		all = append(all, part{"flannelctl/" + name + ".txt", func(ctx context.Context) ([]byte, error) { return h.self(ctx, args...) }})
+	own := func(name string, args ...string) part {
+		return part{"flannelctl/" + name + ".txt", func(ctx context.Context) ([]byte, error) { return h.self(ctx, args...) }}
+	}
+	get := func(name, path string) part {
+		return part{name, func(ctx context.Context) ([]byte, error) { return fetchText(ctx, client, path) }}
 	}
 
-	get := func(name, path string) {
-		all = append(all, part{name, func(ctx context.Context) ([]byte, error) { return fetchText(ctx, client, path) }})
-	}
-
-	own("version", "version")
-	own("doctor", "doctor")
+	all := []part{own("version", "version"), own("doctor", "doctor")}
 	networks := []status.NetworkSummary{{}}
 	if r, err := fetch(ctx, client, socketURL, ""); err == nil && len(r.Networks) > 0 {
-		own("networks", "networks")
+		all = append(all, own("networks", "networks"))
 		networks = r.Networks
 	}
 
@@ -213,20 +205,14 @@ func (h host) parts(ctx context.Context) []part {
 		if n.Name != "" {
 			suffix = "-" + n.Name
 		}
-		own("status"+suffix, "status", "--peers", network)
-		own("check"+suffix, "check", network)
-		own("interface"+suffix, "interface", network)
-		own("config"+suffix, "config", "get", network)
-		own("leases"+suffix, "leases", network)
-		get("daemon/statusz"+suffix+".json", "statusz.json?network="+n.Name)
+		all = append(all,
+			own("status"+suffix, "status", "--peers", network), own("check"+suffix, "check", network), own("interface"+suffix, "interface", network),
+			own("config"+suffix, "config", "get", network), own("leases"+suffix, "leases", network), get("daemon/statusz"+suffix+".json", "statusz.json?network="+n.Name))
 	}
 
-	own("interface-without-daemon", "interface", "--no-daemon")
-	get("daemon/metrics.txt", "metrics")
-	get("daemon/readyz.txt", "readyz")
-	get("daemon/goroutines.txt", "debug/goroutines")
-	all = append(all, part{"daemon/settings.txt", h.flags})
-
+	all = append(all,
+		own("interface-without-daemon", "interface", "--no-daemon"),
+		get("daemon/metrics.txt", "metrics"), get("daemon/readyz.txt", "readyz"), get("daemon/goroutines.txt", "debug/goroutines"), part{"daemon/settings.txt", h.flags})
 	dumps := linux.Dumps()
 	for _, name := range slices.Sorted(maps.Keys(dumps)) {
 		all = append(all, part{"kernel/" + name + ".txt", func(context.Context) ([]byte, error) {
@@ -234,16 +220,12 @@ func (h host) parts(ctx context.Context) []part {
 			return []byte(strings.Join(lines, "\n") + "\n"), err
 		}})
 	}
-
-	all = append(all, part{"kernel/sysctl.txt", sysctls})
-	for _, c := range [][]string{
-		{"kernel/links-details.txt", "ip", "-details", "-statistics", "link"},
-		{"firewall/nft.txt", "nft", "list", "ruleset"},
-		{"logs/flanneld.txt", "journalctl", "--unit=flanneld", "--no-pager", "--lines=20000"},
-		{"logs/kernel.txt", "dmesg"},
-	} {
-		all = append(all, part{c[0], program(c[1], c[2:]...)})
-	}
+	all = append(all,
+		part{"kernel/sysctl.txt", sysctls},
+		part{"kernel/links-details.txt", program("ip", "-details", "-statistics", "link")},
+		part{"firewall/nft.txt", program("nft", "list", "ruleset")},
+		part{"logs/flanneld.txt", program("journalctl", "--unit=flanneld", "--no-pager", "--lines=20000")},
+		part{"logs/kernel.txt", program("dmesg")})
 
 	var saved []string
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
