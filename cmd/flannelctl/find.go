@@ -4,6 +4,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -103,11 +104,8 @@ func (h host) fromDaemon() (place, error) {
 
 	proc := "/proc/" + strconv.Itoa(pid)
 	args, err := list0(proc + "/cmdline")
-	if err != nil {
-		return place{}, err
-	}
-	env, err := list0(proc + "/environ")
-	if err != nil {
+	env, failed := list0(proc + "/environ")
+	if err = cmp.Or(err, failed); err != nil {
 		return place{}, err
 	}
 	given, err := options.Given(args[min(1, len(args)):], env)
@@ -117,10 +115,10 @@ func (h host) fromDaemon() (place, error) {
 
 	p := place{name: fmt.Sprintf("the flanneld of this host (process %d)", pid), settings: map[string]string{}, given: maps.Clone(given), env: env}
 	root := ""
-	if here, err := os.Readlink("/proc/self/ns/mnt"); err == nil {
-		if there, err := os.Readlink(proc + "/ns/mnt"); err == nil && there != here {
-			root = proc + "/root"
-		}
+	here, err := os.Readlink("/proc/self/ns/mnt")
+	there, failed := os.Readlink(proc + "/ns/mnt")
+	if err == nil && failed == nil && there != here {
+		root = proc + "/root"
 	}
 	if _, ok := given[netConfigPath]; given["kube-subnet-mgr"] != "" && !ok {
 		if _, err := os.Stat(root + options.DefaultNetConfigPath); err == nil {

@@ -37,7 +37,7 @@ client certificate with the name of its user.`,
 			if err != nil {
 				return err
 			}
-			return store.withAdmin(func(a *etcd.Admin) error {
+			return o.withAdmin(func(a *etcd.Admin) error {
 				text, _, err := a.Config(cmd.Context())
 				if err != nil {
 					return err

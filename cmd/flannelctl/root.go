@@ -24,10 +24,7 @@ func newRoot(h host) *cobra.Command {
 	)
 
 	addCompletion(root)
-	for _, cmd := range root.Commands() {
-		refuseUnknown(cmd)
-	}
-	nameUsage(root)
+	checkArguments(root)
 	root.SetFlagErrorFunc(wrongUsage)
 	return root
 }
@@ -36,8 +33,13 @@ func wrongUsage(cmd *cobra.Command, err error) error {
 	return openError{fmt.Errorf("%w: the usage is %s", err, cmd.UseLine())}
 }
 
-// nameUsage makes cmd and its subcommands name their usage when they get wrong arguments.
-func nameUsage(cmd *cobra.Command) {
+// checkArguments makes cmd and its subcommands name their usage when they get wrong arguments, and return an error if they
+// are called with an unknown subcommand. cobra does that only for the root, and prints the help for other commands.
+func checkArguments(cmd *cobra.Command) {
+	if cmd.HasParent() && cmd.HasSubCommands() && !cmd.Runnable() {
+		cmd.Args = cobra.NoArgs
+		cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
+	}
 	if check := cmd.Args; check != nil {
 		cmd.Args = func(cmd *cobra.Command, args []string) error {
 			if err := check(cmd, args); err != nil {
@@ -47,28 +49,16 @@ func nameUsage(cmd *cobra.Command) {
 		}
 	}
 	for _, sub := range cmd.Commands() {
-		nameUsage(sub)
+		checkArguments(sub)
 	}
-}
-
-// refuseUnknown makes cmd return an error if it is called with an unknown subcommand.
-// cobra does that only for the root, and prints the help for other commands.
-func refuseUnknown(cmd *cobra.Command) {
-	if !cmd.HasSubCommands() || cmd.Runnable() {
-		return
-	}
-	cmd.Args = cobra.NoArgs
-	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
 }
 
 // addCompletion adds cobra's command for shell completion, with examples.
 func addCompletion(root *cobra.Command) {
 	root.InitDefaultCompletionCmd()
-	for _, cmd := range root.Commands() {
-		if cmd.Name() == "completion" {
-			cmd.Example = "  flannelctl completion bash > /etc/bash_completion.d/flannelctl\n" +
-				"  source <(flannelctl completion zsh)\n  flannelctl completion fish | source"
-		}
+	if cmd, _, err := root.Find([]string{"completion"}); err == nil {
+		cmd.Example = "  flannelctl completion bash > /etc/bash_completion.d/flannelctl\n" +
+			"  source <(flannelctl completion zsh)\n  flannelctl completion fish | source"
 	}
 }
 
