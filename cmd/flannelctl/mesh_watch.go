@@ -150,11 +150,9 @@ func (r *meshReport) present(m *mesh.Matrix, number map[string]int) (now map[str
 	}
 
 	for _, p := range m.Broken(maxWatched + len(r.known)) {
-		from := m.Hosts[p.From].Name
-		to := m.Hosts[p.To].Name
-		path := from + " -> " + to
+		path := p.From + " -> " + p.To
 		if _, known := now[path]; !known && watched < maxWatched {
-			now[path] = failureOf(from, to, p.Cell)
+			now[path] = failureOf(p.From, p.To, p.Cell)
 			unlisted--
 			watched++
 		}

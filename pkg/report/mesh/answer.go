@@ -23,11 +23,6 @@ func MaxAnswer(hosts int) int { return min(256<<10+hosts*2<<10, 8<<20) }
 // may send a different text for each path.
 const maxAdvice = 256
 
-var (
-	errNoProbes = errors.New("it does not check paths: start it with --probe")
-	errNetworks = errors.New("it serves several networks: choose one of them with --network")
-)
-
 // answer is the part of a status.Report that a matrix needs. Lists remain text until they are read one
 // element after the other, because an element may take a hundred times the memory of its text.
 type answer struct {
@@ -44,9 +39,6 @@ func (m *Matrix) Answer(i int, body []byte) {
 	r, err := m.parse(i, body)
 	if err != nil {
 		m.Fail(i, err)
-		if errors.Is(err, errNoProbes) {
-			m.rows[i].held = r.held
-		}
 		return
 	}
 	m.rows[i] = r
@@ -74,11 +66,11 @@ func (m *Matrix) parse(i int, body []byte) (r row, err error) {
 
 	switch {
 	case len(a.Networks) > 0 && string(a.Networks) != "null":
-		return r, errNetworks
+		return r, errors.New("it serves several networks: choose one of them with --network")
 	case a.Lease.Key != m.Hosts[i].Key:
 		return r, fmt.Errorf("the host that answers there has the lease %q", a.Lease.Key)
 	case a.Paths == nil:
-		return row{held: a.held()}, errNoProbes
+		return row{held: a.held(), problem: "it does not check paths: start it with --probe"}, nil
 	}
 	r = m.newRow(a.held())
 	for _, reason := range a.Reasons {
@@ -140,16 +132,11 @@ func (m *Matrix) add(r *row, i int, p paths.Result) error {
 		return fmt.Errorf("a round trip of %v ms", p.RTT)
 	}
 
-	result := Result(p.Broken)
-	switch {
-	case p.OK && p.Broken == "":
-		result = OK
-	case p.OK || p.Broken == "" || result == OK:
+	if p.OK != (p.Broken == "") || Result(p.Broken) == OK {
 		return fmt.Errorf("ok is %v, and what is broken is %q", p.OK, p.Broken)
-	case p.Broken == paths.Unknown:
-		result = Unknown
 	}
 
+	result := Result(p.Result())
 	all := results()
 	rank := slices.Index(all[:], result)
 	if rank < 0 {

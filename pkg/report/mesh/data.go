@@ -43,7 +43,7 @@ type CellData struct {
 // Data returns the matrix for programs.
 func (m *Matrix) Data() Data {
 	s := m.Summary()
-	d := Data{Paths: s.Counts, Hosts: []HostData{}, Broken: []CellData{}}
+	d := Data{Paths: s.Counts, Hosts: []HostData{}, Broken: m.Broken(MaxBroken)}
 	for i, h := range m.Hosts {
 		if h.PublicIPs == nil {
 			h.PublicIPs = []netip.Addr{}
@@ -51,9 +51,6 @@ func (m *Matrix) Data() Data {
 		d.Hosts = append(d.Hosts, HostData{h, m.Problem(i), m.CutOff(i), s.From[i], s.To[i]})
 	}
 
-	for _, p := range m.Broken(MaxBroken) {
-		d.Broken = append(d.Broken, m.data(p))
-	}
 	d.BrokenOmitted = s.Broken - len(d.Broken)
 	if len(m.Hosts) > MaxCells {
 		return d
@@ -61,14 +58,14 @@ func (m *Matrix) Data() Data {
 
 	for from := range m.Hosts {
 		for to := range m.Hosts {
-			if c := m.Cell(from, to); c.Result != Unknown {
-				d.Cells = append(d.Cells, m.data(Pair{from, to, c}))
+			if m.result(from, to) != Unknown {
+				d.Cells = append(d.Cells, m.data(from, to))
 			}
 		}
 	}
 	return d
 }
 
-func (m *Matrix) data(p Pair) CellData {
-	return CellData{m.Hosts[p.From].Name, m.Hosts[p.To].Name, p.Cell}
+func (m *Matrix) data(from, to int) CellData {
+	return CellData{m.Hosts[from].Name, m.Hosts[to].Name, m.Cell(from, to)}
 }

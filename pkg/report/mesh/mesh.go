@@ -165,12 +165,10 @@ func compareHosts(a, b Host) int {
 	x, errX := netip.ParsePrefix(a.Name)
 	y, errY := netip.ParsePrefix(b.Name)
 	switch {
-	case errX == nil && errY == nil:
-		return x.Compare(y)
-	case errX == nil:
+	case errX == nil && errY != nil:
 		return -1
-	case errY == nil:
+	case errX != nil && errY == nil:
 		return 1
 	}
-	return cmp.Compare(a.Name, b.Name)
+	return cmp.Or(x.Compare(y), cmp.Compare(a.Name, b.Name))
 }

@@ -31,12 +31,6 @@ func (c *Counts) add(r Result) {
 	}
 }
 
-// Pair is a cell with the numbers of its hosts.
-type Pair struct {
-	From, To int
-	Cell
-}
-
 // Summary counts a Matrix.
 type Summary struct {
 	Counts
@@ -73,8 +67,8 @@ func (m *Matrix) Summary() Summary {
 
 // Broken returns paths that do not work, at most limit of them, in the order of hosts. If there are more,
 // the hosts that report them have equal parts of the limit, so that no host can hide what others report.
-func (m *Matrix) Broken(limit int) []Pair {
-	var pairs []Pair
+func (m *Matrix) Broken(limit int) []CellData {
+	var pairs [][2]int
 	next := make([]int, len(m.rows)) // by host: the first path that was not looked at
 	for found := true; found; {
 		found = false
@@ -85,13 +79,18 @@ func (m *Matrix) Broken(limit int) []Pair {
 			}
 			next[from] = to + 1
 			if to < len(m.rows) && len(pairs) < limit {
-				pairs = append(pairs, Pair{from, to, m.Cell(from, to)})
+				pairs = append(pairs, [2]int{from, to})
 				found = true
 			}
 		}
 	}
-	slices.SortFunc(pairs, func(a, b Pair) int { return cmp.Or(a.From-b.From, a.To-b.To) })
-	return pairs
+
+	slices.SortFunc(pairs, func(a, b [2]int) int { return slices.Compare(a[:], b[:]) })
+	broken := make([]CellData, len(pairs))
+	for i, p := range pairs {
+		broken[i] = m.data(p[0], p[1])
+	}
+	return broken
 }
 
 // worst returns the numbers of the n worst hosts, the worst first: those with most broken paths in counts,

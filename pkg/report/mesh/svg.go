@@ -4,9 +4,11 @@ package mesh
 
 import (
 	"bytes"
-	"encoding/xml"
 	"fmt"
+	"html"
 	"io"
+
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 )
 
 // The sizes of a picture, in pixels.
@@ -14,7 +16,7 @@ const (
 	cellSize   = 16
 	charWidth  = 7 // of a label
 	lineHeight = 20
-	maxLabel   = 40 // characters
+	maxLabel   = 40 // bytes
 )
 
 // style makes a picture legible on light and dark backgrounds: it has its own background, and colours for
@@ -50,15 +52,15 @@ func (m *Matrix) SVG(w io.Writer) error {
 	width := max(left+side+left, len(title)*charWidth+2*cellSize, 300)
 	height := top + side + (len(key)+1)*lineHeight
 	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" width="%d" height="%d" role="img" aria-labelledby="title">`, width, height, width, height)
-	fmt.Fprintf(&b, "\n<title id=\"title\">%s</title>\n<style>%s</style>\n", escape(title), style)
+	fmt.Fprintf(&b, "\n<title id=\"title\">%s</title>\n<style>%s</style>\n", html.EscapeString(title), style)
 	fmt.Fprintf(&b, `<rect class="page" width="%d" height="%d"/>`+"\n", width, height)
-	fmt.Fprintf(&b, `<text x="%d" y="%d">%s</text>`+"\n", cellSize, lineHeight, escape(title))
+	fmt.Fprintf(&b, `<text x="%d" y="%d">%s</text>`+"\n", cellSize, lineHeight, html.EscapeString(title))
 
 	for n, i := range shown {
 		x := left + n*cellSize
 		y := top + n*cellSize
-		fmt.Fprintf(&b, `<text class="row" x="%d" y="%d">%s</text>`+"\n", left-4, y+cellSize-4, escape(m.label(i)))
-		fmt.Fprintf(&b, `<text transform="translate(%d %d) rotate(-90)">%s</text>`+"\n", x+cellSize-4, top-4, escape(m.label(i)))
+		fmt.Fprintf(&b, `<text class="row" x="%d" y="%d">%s</text>`+"\n", left-4, y+cellSize-4, html.EscapeString(m.label(i)))
+		fmt.Fprintf(&b, `<text transform="translate(%d %d) rotate(-90)">%s</text>`+"\n", x+cellSize-4, top-4, html.EscapeString(m.label(i)))
 	}
 
 	for row, from := range shown {
@@ -72,7 +74,7 @@ func (m *Matrix) SVG(w io.Writer) error {
 	for n, k := range key {
 		y := top + side + (n+1)*lineHeight
 		k.cell.draw(&b, cellSize, y-cellSize+4, k.text)
-		fmt.Fprintf(&b, `<text x="%d" y="%d">%s</text>`+"\n", 2*cellSize+4, y, escape(k.text))
+		fmt.Fprintf(&b, `<text x="%d" y="%d">%s</text>`+"\n", 2*cellSize+4, y, html.EscapeString(k.text))
 	}
 
 	b.WriteString("</svg>\n")
@@ -99,7 +101,7 @@ func (c Cell) draw(b *bytes.Buffer, x, y int, title string) {
 	case Unknown:
 		kind = "unknown"
 	}
-	fmt.Fprintf(b, `<g><title>%s</title><rect class="%s" x="%d" y="%d" width="%d" height="%d"/>`, escape(title), kind, x, y, cellSize-1, cellSize-1)
+	fmt.Fprintf(b, `<g><title>%s</title><rect class="%s" x="%d" y="%d" width="%d" height="%d"/>`, html.EscapeString(title), kind, x, y, cellSize-1, cellSize-1)
 	if c.Result.Broken() {
 		fmt.Fprintf(b, `<text class="letter" x="%d" y="%d">%s</text>`, x+cellSize/2, y+cellSize-4, c.mark())
 	}
@@ -134,16 +136,4 @@ func explanation() []keyLine {
 }
 
 // label returns the name of a host, shortened.
-func (m *Matrix) label(i int) string {
-	name := []rune(m.Hosts[i].Name)
-	if len(name) > maxLabel {
-		return string(name[:maxLabel-1]) + "…"
-	}
-	return string(name)
-}
-
-func escape(text string) string {
-	var b bytes.Buffer
-	_ = xml.EscapeText(&b, []byte(text)) // a bytes.Buffer accepts everything
-	return b.String()
-}
+func (m *Matrix) label(i int) string { return oneline.Shorten(m.Hosts[i].Name, maxLabel) }

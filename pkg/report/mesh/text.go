@@ -98,29 +98,26 @@ func (m *Matrix) Text(w io.Writer, wide bool) error {
 		m.writeWorst(t, "WORST FROM", s.From)
 		m.writeWorst(t, "WORST TO", s.To)
 	}
-	if err := t.Flush(); err != nil {
-		return err
-	}
 	if letters {
-		fmt.Fprintln(w, legend())
+		fmt.Fprintln(t, legend())
 	}
 
-	fmt.Fprintln(w)
-	fmt.Fprintln(w, "paths:", s.Counts)
+	fmt.Fprintln(t)
+	fmt.Fprintln(t, "paths:", s.Counts)
 	for _, p := range m.Broken(maxLines) {
-		fmt.Fprintf(w, "%s -> %s: %s: %s\n", m.Hosts[p.From].Name, m.Hosts[p.To].Name, p.Result, p.Advice)
+		fmt.Fprintf(t, "%s -> %s: %s: %s\n", p.From, p.To, p.Result, p.Advice)
 	}
 
-	more(w, s.Broken, "broken paths")
+	more(t, s.Broken, "broken paths")
 	for _, i := range s.CutOff[:min(len(s.CutOff), maxLines)] {
-		fmt.Fprintf(w, "pods of %s are cut off: %s\n", m.Hosts[i], m.CutOff(i))
+		fmt.Fprintf(t, "pods of %s are cut off: %s\n", m.Hosts[i], m.CutOff(i))
 	}
-	more(w, len(s.CutOff), "hosts whose pods are cut off")
+	more(t, len(s.CutOff), "hosts whose pods are cut off")
 	for _, i := range s.Silent[:min(len(s.Silent), maxLines)] {
-		fmt.Fprintf(w, "nothing is known from %s: %s\n", m.Hosts[i], m.Problem(i))
+		fmt.Fprintf(t, "nothing is known from %s: %s\n", m.Hosts[i], m.Problem(i))
 	}
-	more(w, len(s.Silent), "hosts of which nothing is known")
-	return nil
+	more(t, len(s.Silent), "hosts of which nothing is known")
+	return t.Flush()
 }
 
 // more writes how many of n elements a list of at most maxLines has left out. It writes nothing if the list
