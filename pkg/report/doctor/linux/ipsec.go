@@ -3,6 +3,7 @@
 package linux
 
 import (
+	"cmp"
 	"errors"
 	"net/netip"
 	"slices"
@@ -16,32 +17,16 @@ import (
 
 // policies returns the IPsec policies about packets without a mark, in the order in which the kernel looks them up.
 func policies() ([]doctor.Policy, error) {
-	var all []netlink.XfrmPolicy
-	var states []netlink.XfrmState
-	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
-		list, err := dump(func() ([]netlink.XfrmPolicy, error) { return netlink.XfrmPolicyList(family) })
-		if errors.Is(err, unix.EPROTONOSUPPORT) { // the kernel has no IPsec
-			return nil, nil
-		}
-		if err != nil {
-			return nil, err
-		}
-		all = append(all, list...)
-		if len(list) == 0 {
-			continue
-		}
-		of, err := dump(func() ([]netlink.XfrmState, error) { return netlink.XfrmStateList(family) })
-		if err != nil {
-			return nil, err
-		}
-		states = append(states, of...)
+	all, err := dump(func() ([]netlink.XfrmPolicy, error) { return netlink.XfrmPolicyList(netlink.FAMILY_ALL) })
+	if errors.Is(err, unix.EPROTONOSUPPORT) { // the kernel has no IPsec
+		err = nil
 	}
-
-	if len(all) == 0 {
-		return nil, nil
+	if err != nil || len(all) == 0 {
+		return nil, err
 	}
-	selectors, err := selectors()
-	if err != nil {
+	states, err := dump(func() ([]netlink.XfrmState, error) { return netlink.XfrmStateList(netlink.FAMILY_ALL) })
+	selectors, failed := selectors()
+	if err = cmp.Or(err, failed); err != nil {
 		return nil, err
 	}
 
