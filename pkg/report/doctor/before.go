@@ -51,8 +51,8 @@ func (h Facts) before(found finder) {
 // oldKernel checks the version of the kernel.
 func (h Facts) oldKernel(found finder) {
 	var major, minor int
-	if n, _ := fmt.Sscanf(h.Release, "%d.%d", &major, &minor); n == 2 && (major < 4 || major == 4 && minor < 20) {
-		found(serious("the kernel is "+h.Release+", and flanneld needs 4.20", "update the kernel"))
+	if n, _ := fmt.Sscanf(h.release(), "%d.%d", &major, &minor); n == 2 && (major < 4 || major == 4 && minor < 20) {
+		found(serious("the kernel is "+h.release()+", and flanneld needs 4.20", "update the kernel"))
 	}
 }
 

@@ -12,6 +12,7 @@
 package doctor
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -34,7 +35,6 @@ type Facts struct {
 	Away    error         // why no daemon answers, or nil
 	Unread  error         // which facts could not be read, or nil
 	Files   fs.FS         // the file system of the host, from its root
-	Release string        // of the kernel
 	Bridges []Bridge
 	Ways    []Way
 	Rules   []Rule // in the order in which the kernel applies them
@@ -144,6 +144,12 @@ func (h Facts) sysctl(key string) (int, bool) {
 	text, ok := h.text("proc/sys/" + key)
 	v, err := strconv.Atoi(text)
 	return v, ok && err == nil
+}
+
+// release returns that of the kernel.
+func (h Facts) release() string {
+	text, _ := h.text("proc/sys/kernel/osrelease")
+	return cmp.Or(text, "unknown")
 }
 
 func (h Facts) kubernetes() bool { return h.Report.Datastore.Kind == "kubernetes" }
@@ -493,7 +499,7 @@ func (h Facts) modules(found finder) {
 	}
 
 	for _, list := range []string{"modules.dep", "modules.builtin"} {
-		if text, ok := h.text("lib/modules/" + h.Release + "/" + list); ok && strings.Contains(text, "/"+module+".ko") {
+		if text, ok := h.text("lib/modules/" + h.release() + "/" + list); ok && strings.Contains(text, "/"+module+".ko") {
 			return
 		}
 	}
@@ -501,7 +507,7 @@ func (h Facts) modules(found finder) {
 		return // the network works, so the module is part of the kernel although no list contains it
 	}
 	found(serious(
-		"kernel "+h.Release+" has no module "+module,
-		"install the package with the kernel's additional modules (Ubuntu: linux-modules-extra-"+h.Release+")",
+		"kernel "+h.release()+" has no module "+module,
+		"install the package with the kernel's additional modules (Ubuntu: linux-modules-extra-"+h.release()+")",
 	))
 }

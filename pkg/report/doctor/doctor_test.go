@@ -42,6 +42,7 @@ func soundHost() map[string]string {
 		"proc/sys/net/ipv4/conf/all/rp_filter":         "0\n",
 		"proc/sys/net/ipv4/conf/eth0/rp_filter":        "2\n",
 		"proc/net/udp":                                 "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode ref pointer drops\n",
+		"proc/sys/kernel/osrelease":                    "6.1\n",
 		"sys/module/vxlan/version":                     "",
 		"proc/sys/net/ipv4/conf/cni0/forwarding":       "1\n",
 		"proc/sys/net/ipv4/conf/flannel.1/forwarding":  "1\n",
@@ -60,7 +61,7 @@ func newHost(files map[string]string) Facts {
 		}
 	}
 	return Facts{
-		Files: root, Report: healthy(), Release: "6.1",
+		Files: root, Report: healthy(),
 		Bridges: []Bridge{{Name: "cni0", MTU: 1450, PortMTU: 1450, CNI: true, Addresses: []netip.Prefix{netip.MustParsePrefix("10.5.49.1/24"), netip.MustParsePrefix("fd00:10:5:49::1/64")}}},
 		Rules:   []Rule{{Family: prefix.IPv4, Table: 255}, {Family: prefix.IPv4, Priority: 32766, Table: 254}, {Family: prefix.IPv4, Priority: 32767, Table: 253}},
 		Ways: []Way{
@@ -80,7 +81,10 @@ var (
 
 // before makes it a host on which no daemon runs yet.
 func before(release string, ranges ...Range) func(*Facts) {
-	return func(h *Facts) { h.Release, h.Before = release, &Before{Ranges: ranges} }
+	return func(h *Facts) {
+		h.Files.(fstest.MapFS)["proc/sys/kernel/osrelease"] = &fstest.MapFile{Data: []byte(release)}
+		h.Before = &Before{Ranges: ranges}
+	}
 }
 
 // withPart adds the decision about a packet to an address in the destination of another route.

@@ -46,9 +46,9 @@ func (h Facts) dockers(found finder) {
 // a port may be meant so.
 func (h Facts) blocks(found finder) {
 	for _, b := range h.Blocks {
-		verbs := [2]string{"drop", "drops"}
+		verb := "drop"
 		if b.Redirects {
-			verbs = [2]string{"redirect", "redirects"}
+			verb = "redirect"
 		}
 
 		program := b.Program
@@ -61,9 +61,9 @@ func (h Facts) blocks(found finder) {
 		}
 
 		if b.In != "" && b.Out == "" && b.Protocol == firewall.TCP {
-			found(note(fmt.Sprintf("%s %s TCP packets of other hosts to %s in chain %s of table %s: %s: "+
+			found(note(fmt.Sprintf("%s %ss TCP packets of other hosts to %s in chain %s of table %s: %s: "+
 				"flannelctl check there cannot tell whether the path works, although pods are reached",
-				program, verbs[1], b.Dst, b.Chain, b.Table, b.Rule), fix))
+				program, verb, b.Dst, b.Chain, b.Table, b.Rule), fix))
 			continue
 		}
 		kind := "packets"
@@ -92,9 +92,9 @@ func (h Facts) blocks(found finder) {
 
 		where := fmt.Sprintf("%s in chain %s of table %s: %s", what, b.Chain, b.Table, b.Rule)
 		if b.Doubtful {
-			found(note(fmt.Sprintf("%s may %s %s", program, verbs[0], where), permanently))
+			found(note(fmt.Sprintf("%s may %s %s", program, verb, where), permanently))
 		} else {
-			found(cut("firewall", fmt.Sprintf("%s %s %s", program, verbs[1], where), permanently, subnets...))
+			found(cut("firewall", fmt.Sprintf("%s %ss %s", program, verb, where), permanently, subnets...))
 		}
 	}
 }
@@ -110,11 +110,12 @@ func carrier(p firewall.Packet) string {
 // accept returns a command that accepts a packet before the rule that drops or redirects it.
 func (h Facts) accept(b firewall.Block) string {
 	network := h.networkOf(b.Src)
-	inNFTables := fmt.Sprintf("ip saddr %s", network)
+	ip := map[bool]string{true: "ip", false: "ip6"}[network.Addr().Is4()]
+	inNFTables := fmt.Sprintf("%s saddr %s", ip, network)
 	inIPTables := fmt.Sprintf("-s %s", network)
 	switch {
 	case !b.Forwarded() && b.Protocol == firewall.TCP:
-		inNFTables = map[bool]string{true: "ip", false: "ip6"}[b.Dst.Is4()] + " daddr " + b.Dst.String()
+		inNFTables = fmt.Sprintf("%s daddr %s", ip, b.Dst)
 		inIPTables = "-d " + b.Dst.String()
 	case !b.Forwarded() && b.Port == 0:
 		inNFTables = fmt.Sprintf("meta l4proto %d", b.Protocol)
@@ -123,10 +124,8 @@ func (h Facts) accept(b firewall.Block) string {
 		inNFTables = fmt.Sprintf("udp dport %d", b.Port)
 		inIPTables = fmt.Sprintf("-p udp --dport %d", b.Port)
 	case b.Redirects: // packets from pods to services must still be redirected
-		inNFTables = fmt.Sprintf("%s daddr %s", map[bool]string{true: "ip", false: "ip6"}[b.Dst.Is4()], network)
+		inNFTables = fmt.Sprintf("%s daddr %s", ip, network)
 		inIPTables = fmt.Sprintf("-d %s", network)
-	case network.Addr().Is6():
-		inNFTables = fmt.Sprintf("ip6 saddr %s", network)
 	}
 
 	if b.Program == "nft" {

@@ -157,9 +157,10 @@ func (h Facts) ways(found finder) {
 	}
 
 	var reasons []Finding
+	down := slices.ContainsFunc(h.Bridges, func(b Bridge) bool { return b.Down })
 	for _, w := range h.Ways {
 		f, wrong := h.wayFinding(w, expected[w.Subnet])
-		if !wrong || w.Back && h.downBridge() {
+		if !wrong || w.Back && down {
 			continue
 		}
 		same := slices.IndexFunc(reasons, func(other Finding) bool { return other.Problem == f.Problem })
@@ -185,7 +186,7 @@ func (h Facts) ways(found finder) {
 func (h Facts) wayFinding(w Way, expected []Route) (f Finding, wrong bool) {
 	r := w.Route
 	switch {
-	case r.Err == nil && w.Back && h.leadsToBridge(r.Dev),
+	case r.Err == nil && w.Back && slices.ContainsFunc(h.Bridges, func(b Bridge) bool { return b.Name == r.Dev }),
 		r.Err == nil && !w.Back && (len(expected) == 0 || slices.ContainsFunc(expected, r.like)):
 		return h.dropped(w)
 	case r.Err != nil && prefix.FamilyOf(w.To) == prefix.IPv4:
@@ -213,12 +214,11 @@ func (h Facts) wayFinding(w Way, expected []Route) (f Finding, wrong bool) {
 		return cut("rp_filter", fmt.Sprintf("rp_filter is strict on %s, and the route back to %s leads elsewhere", w.In, origin),
 			fmt.Sprintf("sysctl -w net/ipv4/conf/all/rp_filter=2 net/ipv4/conf/%s/rp_filter=2 (and lines in /etc/sysctl.d)", w.In), w.Subnet), true
 	}
+	fix := fmt.Sprintf("ip route get %s from %s iif %s; ip route show table all; a running flanneld puts its own routes back", w.To, w.From, w.In)
 	if w.Part.IsValid() {
-		return cut("route", fmt.Sprintf("the route of %s %s", whose, r),
-			fmt.Sprintf("ip route show table all root %s; if nothing needs the route, delete it", w.Part), w.Subnet), true
+		fix = fmt.Sprintf("ip route show table all root %s; if nothing needs the route, delete it", w.Part)
 	}
-	return cut("route", fmt.Sprintf("the route of %s %s", whose, r),
-		fmt.Sprintf("ip route get %s from %s iif %s; ip route show table all; a running flanneld puts its own routes back", w.To, w.From, w.In), w.Subnet), true
+	return cut("route", fmt.Sprintf("the route of %s %s", whose, r), fix, w.Subnet), true
 }
 
 func (w Way) whose() string {
@@ -281,14 +281,6 @@ func RoutesTo(p status.Peer) (routes []Route) {
 // like reports whether the route has the gateway and the device of another. An empty device stands for all.
 func (r Route) like(other Route) bool {
 	return r.Via == other.Via && (r.Dev == other.Dev || other.Dev == "")
-}
-
-func (h Facts) leadsToBridge(dev string) bool {
-	return slices.ContainsFunc(h.Bridges, func(b Bridge) bool { return b.Name == dev })
-}
-
-func (h Facts) downBridge() bool {
-	return slices.ContainsFunc(h.Bridges, func(b Bridge) bool { return b.Down })
 }
 
 // bridges checks the state, the addresses and the MTUs of the bridges of pods.

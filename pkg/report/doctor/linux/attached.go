@@ -14,17 +14,19 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/report/doctor"
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
-// attached returns what may drop packets at devices, by rules that are not read: filters of tc that have dropped some, and
-// programs for BPF.
-func attached(devices []string) ([]doctor.Attached, error) {
-	links, err := dump(netlink.LinkList)
-	if err != nil {
-		return nil, err
+// Attached returns what may drop packets at the devices of a network and at its bridges, by rules that are not read:
+// filters of tc that have dropped some, and programs for BPF.
+func Attached(r status.Report, bridges []doctor.Bridge) ([]doctor.Attached, error) {
+	devices := append(slices.Clone(r.Network.Devices), r.Interface.Name)
+	for _, b := range bridges {
+		devices = append(devices, b.Name)
 	}
-	queues, err := dump(queues)
-	if err != nil {
+	links, err := dump(netlink.LinkList)
+	queues, failed := dump(queues)
+	if err = cmp.Or(err, failed); err != nil {
 		return nil, err
 	}
 

@@ -16,6 +16,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
 // TestKernelAttached checks that filters count only if they have dropped packets, and programs always.
@@ -27,7 +29,7 @@ func TestKernelAttached(t *testing.T) {
 	shell(t, "ip link add one type veth peer name two && ip link set one up && ip link set two up && ip addr add 192.0.2.1/24 dev one")
 	expect := func(when string, want ...string) {
 		t.Helper()
-		have, err := attached([]string{"one"})
+		have, err := Attached(status.Report{Interface: status.Interface{Name: "one"}}, nil)
 		if err != nil || fmt.Sprint(have) != fmt.Sprint(want) {
 			t.Errorf("%s: %v, %v, want %v", when, have, err, want)
 		}
@@ -84,7 +86,7 @@ func TestKernelAttached(t *testing.T) {
 	if err := netlink.LinkSetXdpFd(one, int(loadProgram(t, unix.BPF_PROG_TYPE_XDP))); err != nil {
 		t.Fatal(err)
 	}
-	if have, err := attached([]string{"one"}); err != nil || len(have) != 1 || !strings.HasPrefix(have[0].What, "XDP program ") {
+	if have, err := Attached(status.Report{Interface: status.Interface{Name: "one"}}, nil); err != nil || len(have) != 1 || !strings.HasPrefix(have[0].What, "XDP program ") {
 		t.Errorf("a program for XDP: %v, %v", have, err)
 	}
 	expectDump("bpf", "dev one XDP program N look")

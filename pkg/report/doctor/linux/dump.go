@@ -33,9 +33,7 @@ func Dumps() map[string]func() ([]string, error) {
 		"addresses": describe(addresses, func(a netlink.Addr, device devices) string {
 			return fmt.Sprintf("%s dev %s scope %d flags %#x", a.IPNet, device.name(a.LinkIndex), a.Scope, a.Flags)
 		}),
-		"routes": describe(func() ([]netlink.Route, error) {
-			return netlink.RouteListFiltered(netlink.FAMILY_ALL, &netlink.Route{Table: unix.RT_TABLE_UNSPEC}, netlink.RT_FILTER_TABLE)
-		}, func(r netlink.Route, device devices) string {
+		"routes": describe(routeList, func(r netlink.Route, device devices) string {
 			return fmt.Sprintf("table %d type %d dev %s protocol %s: %s", r.Table, r.Type, device.name(r.LinkIndex), r.Protocol, r)
 		}),
 		"rules": describe(ruleList, func(r netlink.Rule, _ devices) string {

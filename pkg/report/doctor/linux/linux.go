@@ -4,6 +4,7 @@
 package linux
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 	"os"
 	"slices"
 
+	"github.com/gaissmai/bart"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -29,7 +31,7 @@ const dumpTries = 5
 
 // Host returns the facts about this host without a daemon. away says why no daemon answers.
 func Host(away error) doctor.Facts {
-	return doctor.Facts{Away: away, Files: os.DirFS("/"), Release: release()}
+	return doctor.Facts{Away: away, Files: os.DirFS("/")}
 }
 
 // Pods returns the facts that doctor.CutOff judges: those about the packets of pods of one network. Facts.Unread names
@@ -40,28 +42,27 @@ func Pods(r status.Report) doctor.Facts { return pods(r, nil) }
 func pods(r status.Report, parts []part) doctor.Facts {
 	f := Host(nil)
 	f.Report = r
-
-	var errs []error
 	var err error
-	note := func(activity string) {
-		if err != nil {
-			errs = append(errs, fmt.Errorf("%s: %w", activity, err))
-		}
-	}
 	f.Bridges, err = bridges(r)
-	note("read the bridges of pods")
+	unread(&f, "read the bridges of pods", err)
 	f.Rules, err = rules()
-	note("read the rules for routing tables")
+	unread(&f, "read the rules for routing tables", err)
 	f.Ways, err = ways(r, f.Bridges, parts)
-	note("ask for the routes of pods")
+	unread(&f, "ask for the routes of pods", err)
 	if slices.ContainsFunc(f.Ways, func(w doctor.Way) bool { return w.Route.Err != nil }) {
 		f.Refusals, err = refusals()
-		note("read the routes that refuse packets")
+		unread(&f, "read the routes that refuse packets", err)
 	}
 	f.Policies, err = policies()
-	note("read the policies of IPsec")
-	f.Unread = oneline.Join(errs...)
+	unread(&f, "read the policies of IPsec", err)
 	return f
+}
+
+// unread adds to the facts that an activity has failed, unless err is nil.
+func unread(f *doctor.Facts, activity string, err error) {
+	if err != nil {
+		f.Unread = oneline.Join(f.Unread, fmt.Errorf("%s: %w", activity, err))
+	}
 }
 
 // Gather returns the facts about this host and one of its networks.
@@ -71,40 +72,17 @@ func Gather(ctx context.Context, r status.Report) doctor.Facts {
 
 	parts, err := partsOf(r)
 	f := pods(r, parts)
-	if err != nil {
-		f.Unread = oneline.Join(f.Unread, fmt.Errorf("read the routes to parts of subnets: %w", err))
-	}
+	unread(&f, "read the routes to parts of subnets", err)
 	f.Docker = docker(ctx, r, f.Bridges)
 	packets := packets(r, f.Ways)
-	inIPTables, e := iptables.Blocks(ctx, packets)
-	inNFTables, e2 := nftables.Blocks(packets)
-	if e = oneline.Join(e, e2); e != nil {
-		f.Unread = oneline.Join(f.Unread, fmt.Errorf("read the rules of other firewalls: %w", e))
-	}
+	inIPTables, err := iptables.Blocks(ctx, packets)
+	inNFTables, failed := nftables.Blocks(packets)
+	unread(&f, "read the rules of other firewalls", oneline.Join(err, failed))
 	f.Blocks = slices.Concat(inIPTables, inNFTables)
-
-	if f.Attached, e = Attached(r, f.Bridges); e != nil {
-		f.Unread = oneline.Join(f.Unread, fmt.Errorf("read what is attached to devices: %w", e))
-	}
+	f.Attached, err = Attached(r, f.Bridges)
+	unread(&f, "read what is attached to devices", err)
 	f.Twins = <-twins
 	return f
-}
-
-// Attached returns what may drop packets at the devices of a network and at its bridges.
-func Attached(r status.Report, bridges []doctor.Bridge) ([]doctor.Attached, error) {
-	devices := append(slices.Clone(r.Network.Devices), r.Interface.Name)
-	for _, b := range bridges {
-		devices = append(devices, b.Name)
-	}
-	return attached(devices)
-}
-
-func release() string {
-	var u unix.Utsname
-	if err := unix.Uname(&u); err != nil {
-		return "unknown"
-	}
-	return unix.ByteSliceToString(u.Release[:])
 }
 
 // dump calls list until no change in the kernel interrupts it, at most dumpTries times.
@@ -119,12 +97,14 @@ func dump[T any](list func() ([]T, error)) (all []T, err error) {
 
 func addresses() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) }
 
+// routeList lists the routes of all tables.
+func routeList() ([]netlink.Route, error) {
+	return netlink.RouteListFiltered(netlink.FAMILY_ALL, &netlink.Route{Table: unix.RT_TABLE_UNSPEC}, netlink.RT_FILTER_TABLE)
+}
+
 // routes returns the routes of these types, such as unix.RTN_UNICAST, of all tables.
 func routes(kinds ...int) ([]netlink.Route, error) {
-	all, err := dump(func() ([]netlink.Route, error) {
-		filter := &netlink.Route{Table: unix.RT_TABLE_UNSPEC}
-		return netlink.RouteListFiltered(netlink.FAMILY_ALL, filter, netlink.RT_FILTER_TABLE)
-	})
+	all, err := dump(routeList)
 	return slices.DeleteFunc(all, func(r netlink.Route) bool { return !slices.Contains(kinds, r.Type) }), err
 }
 
@@ -135,15 +115,9 @@ var refusing = []int{unix.RTN_BLACKHOLE, unix.RTN_UNREACHABLE, unix.RTN_PROHIBIT
 // addresses, except for default routes, loopback, multicast and link-local addresses.
 func Ranges() ([]doctor.Range, error) {
 	routes, err := routes(unix.RTN_UNICAST)
-	if err != nil {
-		return nil, err
-	}
-	names, err := deviceNames()
-	if err != nil {
-		return nil, err
-	}
-	addrs, err := dump(addresses)
-	if err != nil {
+	names, errNames := deviceNames()
+	addrs, errAddrs := dump(addresses)
+	if err = cmp.Or(err, errNames, errAddrs); err != nil {
 		return nil, err
 	}
 
@@ -193,11 +167,8 @@ const usualBridge = "cni0"
 // usual one if it has pods and no address at all.
 func bridges(r status.Report) ([]doctor.Bridge, error) {
 	links, err := dump(netlink.LinkList)
-	if err != nil {
-		return nil, err
-	}
-	addrs, err := dump(addresses)
-	if err != nil {
+	addrs, failed := dump(addresses)
+	if err = cmp.Or(err, failed); err != nil {
 		return nil, err
 	}
 
@@ -295,28 +266,21 @@ const mostParts = 256
 
 // partsOf returns the routes of all tables to parts of subnets of r, such as those that Calico leaves behind.
 func partsOf(r status.Report) (parts []part, err error) {
-	subnets := slices.Clone(r.Lease.Subnets)
+	var subnets bart.Lite
+	for _, s := range r.Lease.Subnets {
+		subnets.Insert(s)
+	}
 	for _, p := range r.Peers {
-		subnets = append(subnets, p.Subnets...)
-	}
-	known := map[netip.Prefix]bool{}
-	lengths := map[int]bool{}
-	for _, s := range subnets {
-		known[s.Masked()] = true
-		lengths[s.Bits()] = true
-	}
-	inside := func(to netip.Prefix) bool { // without a comparison of each route with each subnet
-		for bits := range lengths {
-			if around, err := to.Addr().Prefix(bits); err == nil && bits < to.Bits() && known[around] {
-				return true
-			}
+		for _, s := range p.Subnets {
+			subnets.Insert(s)
 		}
-		return false
 	}
 
 	all, err := routes(append(slices.Clone(refusing), unix.RTN_UNICAST)...)
 	for _, route := range all {
-		if to, ok := toPrefix(route.Dst); ok && len(parts) < mostParts && inside(to) {
+		to, ok := toPrefix(route.Dst)
+		around, inside := subnets.LookupPrefixLPM(to)
+		if ok && inside && around.Bits() < to.Bits() && len(parts) < mostParts {
 			parts = append(parts, part{to, route.Type != unix.RTN_UNICAST || route.Gw != nil})
 		}
 	}
@@ -351,40 +315,32 @@ func ways(r status.Report, bridges []doctor.Bridge, parts []part) ([]doctor.Way,
 					if !p.State.Served() || s.Addr().Is4() != a.Addr().Is4() {
 						continue
 					}
-					if err := k.askBetween(b.Name, own, a.Addr().Next(), p, s, parts); err != nil {
-						return nil, err
-					}
+					k.askBetween(b.Name, own, a.Addr().Next(), p, s, parts)
 				}
 			}
 		}
+	}
+	if k.err != nil {
+		return nil, k.err
 	}
 	return k.ways, nil
 }
 
 // askBetween asks about packets between a pod in the subnet own of this host, behind a bridge, and a subnet of a peer.
-func (k *asker) askBetween(
-	bridge string, own netip.Prefix, pod netip.Addr, p status.Peer, s netip.Prefix, parts []part,
-) error {
+func (k *asker) askBetween(bridge string, own netip.Prefix, pod netip.Addr, p status.Peer, s netip.Prefix, parts []part) {
 	there := s.Addr().Next().Next() // the first address is that of the device, the second that of the bridge
 	out := doctor.Way{Subnet: s, In: bridge, From: pod, To: there}
-	route, err := k.ask(out)
-	if err == nil {
-		err = k.askParts(out, s, parts)
+	route := k.ask(out)
+	k.askParts(out, s, parts)
+	if in := arrival(route.Dev, doctor.RoutesTo(p)); in != "" {
+		back := doctor.Way{Subnet: s, Back: true, In: in, From: there, To: pod}
+		k.ask(back)
+		k.askParts(back, own, parts)
 	}
-
-	in := arrival(route.Dev, doctor.RoutesTo(p))
-	if err != nil || in == "" {
-		return err
-	}
-	back := doctor.Way{Subnet: s, Back: true, In: in, From: there, To: pod}
-	if _, err := k.ask(back); err != nil {
-		return err
-	}
-	return k.askParts(back, own, parts)
 }
 
 // askParts asks about packets like that of w to those parts of the destination's subnet in which w.To is not.
-func (k *asker) askParts(w doctor.Way, subnet netip.Prefix, parts []part) error {
+func (k *asker) askParts(w doctor.Way, subnet netip.Prefix, parts []part) {
 	for _, part := range parts {
 		if !subnet.Contains(part.to.Addr()) || part.to.Contains(w.To) || w.Back && !part.strange {
 			continue
@@ -392,11 +348,8 @@ func (k *asker) askParts(w doctor.Way, subnet netip.Prefix, parts []part) error 
 		other := w
 		other.Part = part.to
 		other.To = part.somewhere()
-		if _, err := k.ask(other); err != nil {
-			return err
-		}
+		k.ask(other)
 	}
-	return nil
 }
 
 // arrival returns the device on which packets of a peer arrive: the one by which this host sends, unless another
@@ -415,6 +368,7 @@ type asker struct {
 	names   map[int]string
 	indexes map[string]int
 	ways    []doctor.Way // with the answers
+	err     error        // the first one of ask, which then asks no more
 }
 
 func newAsker() (*asker, error) {
@@ -426,24 +380,21 @@ func newAsker() (*asker, error) {
 }
 
 // ask returns the route of a packet, and adds the packet with its routes to ways.
-func (k *asker) ask(w doctor.Way) (doctor.Route, error) {
-	in, known := k.indexes[w.In]
-	if !known {
-		link, err := k.handle.LinkByName(w.In)
-		if err != nil {
-			return w.Route, err
+func (k *asker) ask(w doctor.Way) doctor.Route {
+	if _, known := k.indexes[w.In]; !known && k.err == nil {
+		var link netlink.Link
+		if link, k.err = k.handle.LinkByName(w.In); k.err == nil {
+			k.indexes[w.In] = link.Attrs().Index
 		}
-		in = link.Attrs().Index
-		k.indexes[w.In] = in
 	}
-
-	var err error
-	w.Route, err = k.lookUp(w.To, &netlink.RouteGetOptions{IifIndex: in, SrcAddr: net.IP(w.From.AsSlice())})
-	if err == nil && w.Route.Err != nil {
-		w.Sent, err = k.lookUp(w.To, nil)
+	if k.err == nil {
+		w.Route, k.err = k.lookUp(w.To, &netlink.RouteGetOptions{IifIndex: k.indexes[w.In], SrcAddr: net.IP(w.From.AsSlice())})
+	}
+	if k.err == nil && w.Route.Err != nil {
+		w.Sent, k.err = k.lookUp(w.To, nil)
 	}
 	k.ways = append(k.ways, w)
-	return w.Route, err
+	return w.Route
 }
 
 func (k *asker) lookUp(to netip.Addr, o *netlink.RouteGetOptions) (r doctor.Route, err error) {
@@ -509,11 +460,9 @@ func packets(r status.Report, ways []doctor.Way) []firewall.Packet {
 		other := peerAddress(r, own.Local.Is4())
 		for _, carrier := range carriers(r.Network, own.Local.Is4()) {
 			if other.IsValid() {
-				p := firewall.Packet{In: r.Interface.Name, Src: other, Dst: own.Local, Protocol: carrier.Protocol, Port: carrier.Port}
-				sent := p
-				sent.In, sent.Out = p.Out, p.In
-				sent.Src, sent.Dst = p.Dst, p.Src
-				all = append(all, p, sent)
+				all = append(all,
+					firewall.Packet{In: r.Interface.Name, Src: other, Dst: own.Local, Protocol: carrier.Protocol, Port: carrier.Port},
+					firewall.Packet{Out: r.Interface.Name, Src: own.Local, Dst: other, Protocol: carrier.Protocol, Port: carrier.Port})
 			}
 		}
 	}

@@ -3,6 +3,7 @@
 package linux
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -85,16 +86,12 @@ func holders(ctx context.Context, dev string, a netip.Addr, least int) (macs []s
 		Protocol: protocol, Ifindex: link.Attrs().Index,
 		Halen: 6, Addr: [8]byte{255, 255, 255, 255, 255, 255},
 	}
-	if unix.Bind(fd, everyone) != nil {
-		return nil
-	}
-
 	probe := arp{
 		Hardware: 1, Protocol: unix.ETH_P_IP, Sizes: [2]uint8{6, 4}, Operation: 1,
 		Sender: [6]byte(link.Attrs().HardwareAddr), TargetIP: a.As4(),
 	}
 	packet, err := binary.Append(nil, binary.BigEndian, probe)
-	if err != nil || unix.Sendto(fd, packet, 0, everyone) != nil {
+	if err != nil || unix.Bind(fd, everyone) != nil || unix.Sendto(fd, packet, 0, everyone) != nil {
 		return nil
 	}
 
@@ -133,11 +130,8 @@ func holders(ctx context.Context, dev string, a netip.Addr, least int) (macs []s
 // clouds have gateways that answer for all addresses. It returns nothing if it cannot read them.
 func ofHosts(macs []string, device int) []string {
 	known, err := gateways(device)
-	if err != nil {
-		return nil
-	}
-	links, err := dump(netlink.LinkList)
-	if err != nil {
+	links, failed := dump(netlink.LinkList)
+	if cmp.Or(err, failed) != nil {
 		return nil
 	}
 	for _, own := range links {
@@ -150,10 +144,7 @@ func ofHosts(macs []string, device int) []string {
 // knows them.
 func gateways(device int) (macs []string, err error) {
 	routes, err := routes(unix.RTN_UNICAST)
-	if err != nil {
-		return nil, err
-	}
-	neighbours, err := dump(func() ([]netlink.Neigh, error) { return netlink.NeighList(device, netlink.FAMILY_V4) })
+	neighbours, failed := dump(func() ([]netlink.Neigh, error) { return netlink.NeighList(device, netlink.FAMILY_V4) })
 	for _, r := range routes {
 		if to, ok := toPrefix(r.Dst); ok && to.Bits() > 0 {
 			continue
@@ -164,17 +155,13 @@ func gateways(device int) (macs []string, err error) {
 			}
 		}
 	}
-	return macs, err
+	return macs, cmp.Or(err, failed)
 }
 
 // Neighbour says why a host of the same segment that does not answer may be away, from what the kernel has found out
 // about its MAC address. It returns an empty text if that says nothing.
 func Neighbour(a netip.Addr) string {
-	family := netlink.FAMILY_V4
-	if a.Is6() {
-		family = netlink.FAMILY_V6
-	}
-	all, _ := dump(func() ([]netlink.Neigh, error) { return netlink.NeighList(0, family) })
+	all, _ := dump(func() ([]netlink.Neigh, error) { return netlink.NeighList(0, netlink.FAMILY_ALL) })
 	for _, n := range all {
 		if is, ok := netip.AddrFromSlice(n.IP); !ok || is.Unmap() != a {
 			continue
