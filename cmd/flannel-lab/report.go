@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"slices"
 	"strings"
 	"text/tabwriter"
@@ -113,9 +114,7 @@ func (r *report) readLeases(ctx context.Context, l *lab.Lab) error {
 	for _, lease := range leases {
 		value := json.RawMessage(lease.Value)
 		if !json.Valid(value) {
-			if value, err = json.Marshal(lease.Value); err != nil {
-				return err
-			}
+			value, _ = json.Marshal(lease.Value) // a text has a form in JSON
 		}
 
 		r.Leases = append(r.Leases, leaseReport{Network: lease.Network, Subnet: lease.Key, Value: value, Seconds: int(lease.TTL.Seconds())})
@@ -196,11 +195,13 @@ func (r report) fingerprint() string {
 
 func (r report) text() string {
 	var b strings.Builder
+	w := table(&b) // it aligns the columns of each table, which ends before a line without any
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		r.writeMatrix(&b, f.String())
+		r.writeMatrix(w, f.String())
 	}
-	r.writeLeases(&b)
-	r.writeHosts(&b)
+	r.writeLeases(w)
+	r.writeHosts(w)
+	w.Flush()
 	return b.String()
 }
 
@@ -209,7 +210,7 @@ const (
 	maxFailures = 10 // maximum number of failures that are printed for a family
 )
 
-func (r report) writeMatrix(b *strings.Builder, family string) {
+func (r report) writeMatrix(w io.Writer, family string) {
 	cells := map[[2]string]cellReport{}
 	var pods, labels, failures []string
 	for _, c := range r.Matrix {
@@ -229,22 +230,19 @@ func (r report) writeMatrix(b *strings.Builder, family string) {
 		return
 	}
 
-	w := table(b)
 	short := len(pods) > maxColumns
 	mesh.Grid(w, family+" FROM", pods, labels, short, func(from, to int) string {
 		return cells[[2]string{pods[from], pods[to]}].text(short)
 	})
-	w.Flush()
-
-	fmt.Fprintf(b, "%d of %d reachable%s\n", len(cells)-len(failures), len(cells), r.span(family))
+	fmt.Fprintf(w, "%d of %d reachable%s\n", len(cells)-len(failures), len(cells), r.span(family))
 	for i, text := range failures {
 		if i == maxFailures {
-			fmt.Fprintf(b, "and %d more\n", len(failures)-i)
+			fmt.Fprintf(w, "and %d more\n", len(failures)-i)
 			break
 		}
-		fmt.Fprintf(b, "FAIL: %s\n", text)
+		fmt.Fprintf(w, "FAIL: %s\n", text)
 	}
-	b.WriteString("\n")
+	fmt.Fprintln(w)
 }
 
 func (c cellReport) text(short bool) string {
@@ -288,10 +286,9 @@ func bits(bps float64) string {
 	return fmt.Sprintf("%.1fkbit/s", bps/1e3)
 }
 
-func (r report) writeLeases(b *strings.Builder) {
-	w := table(b)
+func (r report) writeLeases(w io.Writer) {
 	if r.LeasesError != "" {
-		fmt.Fprintf(b, "LEASES CANNOT BE READ\n%s\n\n", r.LeasesError)
+		fmt.Fprintf(w, "LEASES CANNOT BE READ\n%s\n\n", r.LeasesError)
 		return
 	}
 
@@ -325,12 +322,10 @@ func (r report) writeLeases(b *strings.Builder) {
 		}
 		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", l.Subnet, strings.Join(public, " "), cmp.Or(v.BackendType, "-"), expires)
 	}
-	w.Flush()
-	b.WriteString("\n")
+	fmt.Fprintln(w)
 }
 
-func (r report) writeHosts(b *strings.Builder) {
-	w := table(b)
+func (r report) writeHosts(w io.Writer) {
 	fmt.Fprintln(w, "HOST\tROUTES TO OTHER HOSTS' PODS")
 	for _, h := range r.Hosts {
 		name := h.Name
@@ -346,7 +341,6 @@ func (r report) writeHosts(b *strings.Builder) {
 			fmt.Fprintf(w, "%s\tnone\n", name)
 		}
 	}
-	w.Flush()
 }
 
 func (r report) hints() string {
