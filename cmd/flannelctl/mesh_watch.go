@@ -61,22 +61,12 @@ func watchMesh(ctx context.Context, w io.Writer, f *meshFlags) error {
 // that slow hosts are asked at most half of the time.
 func restAfter(took, interval time.Duration) time.Duration { return max(interval-took, took) }
 
-// failure describes why the path between two hosts does not work, or why nothing is known from a host: then to is empty.
-// The hosts are named as in the mesh.
-type failure struct {
-	from, to string
-	result   mesh.Result
-	text     string
-}
-
-func failureOf(from, to string, c mesh.Cell) failure {
-	return failure{from, to, c.Result, string(c.Result) + ": " + c.Advice}
-}
-
 // meshReport records what a watch has printed. Its zero value means that nothing was printed yet.
 type meshReport struct {
-	known    map[string]failure // by path, or name of the host; nil before the first update
-	unlisted int                // number of broken paths that are not in known, which is limited to maxWatched paths
+	// known contains broken paths and, without To, hosts from which nothing is known, by path or name of the host. It is
+	// nil before the first update.
+	known    map[string]mesh.CellData
+	unlisted int // number of broken paths that are not in known, which is limited to maxWatched paths
 }
 
 // update prints how m differs from the mesh of the last update: failures that are new or have another
@@ -99,18 +89,18 @@ func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 
 	var begun, ended, gone []string
 	for _, path := range slices.Sorted(maps.Keys(now)) {
-		if r.known[path].result != now[path].result {
-			begun = append(begun, path+" "+now[path].text)
+		if c := now[path]; r.known[path].Result != c.Result {
+			begun = append(begun, fmt.Sprintf("%s %s: %s", path, c.Result, c.Advice))
 		}
 	}
 
 	for _, path := range slices.Sorted(maps.Keys(r.known)) {
 		was := r.known[path]
-		_, from := number[was.from]
-		_, to := number[was.to]
+		_, from := number[was.From]
+		_, to := number[was.To]
 		switch _, still := now[path]; {
 		case still:
-		case !from || !to && was.to != "":
+		case !from || !to && was.To != "":
 			gone = append(gone, path+" gone")
 		default:
 			ended = append(ended, path+" ok")
@@ -127,20 +117,20 @@ func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 // present returns the present failures of a mesh. They contain at most maxWatched paths; unlisted is
 // the number of the other broken paths. number is the index of each host in m.Hosts, by name. If
 // nothing is known about a path any more, its last known failure remains.
-func (r *meshReport) present(m *mesh.Matrix, number map[string]int) (now map[string]failure, unlisted int) {
-	now = map[string]failure{}
+func (r *meshReport) present(m *mesh.Matrix, number map[string]int) (now map[string]mesh.CellData, unlisted int) {
+	now = map[string]mesh.CellData{}
 	unlisted = m.Summary().Broken
 	watched := 0
 	for path, was := range r.known {
-		from, okFrom := number[was.from]
-		to, okTo := number[was.to] // false if the failure is about a host
+		from, okFrom := number[was.From]
+		to, okTo := number[was.To] // false if the failure is about a host
 		if !okFrom || !okTo {
 			continue
 		}
 
 		switch c := m.Cell(from, to); {
 		case c.Result.Broken():
-			now[path] = failureOf(was.from, was.to, c)
+			now[path] = mesh.CellData{From: was.From, To: was.To, Cell: c}
 			unlisted--
 			watched++
 		case c.Result == mesh.Unknown:
@@ -152,7 +142,7 @@ func (r *meshReport) present(m *mesh.Matrix, number map[string]int) (now map[str
 	for _, p := range m.Broken(maxWatched + len(r.known)) {
 		path := p.From + " -> " + p.To
 		if _, known := now[path]; !known && watched < maxWatched {
-			now[path] = failureOf(p.From, p.To, p.Cell)
+			now[path] = p
 			unlisted--
 			watched++
 		}
@@ -160,7 +150,7 @@ func (r *meshReport) present(m *mesh.Matrix, number map[string]int) (now map[str
 
 	for i, h := range m.Hosts {
 		if why := m.Problem(i); why != "" {
-			now[h.Name] = failure{from: h.Name, result: mesh.Unknown, text: "nothing is known: " + why}
+			now[h.Name] = mesh.CellData{From: h.Name, Cell: mesh.Cell{Result: "nothing is known", Advice: why}}
 		}
 	}
 	return now, unlisted

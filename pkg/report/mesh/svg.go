@@ -73,8 +73,8 @@ func (m *Matrix) SVG(w io.Writer) error {
 
 	for n, k := range key {
 		y := top + side + (n+1)*lineHeight
-		k.cell.draw(&b, cellSize, y-cellSize+4, k.text)
-		fmt.Fprintf(&b, `<text x="%d" y="%d">%s</text>`+"\n", 2*cellSize+4, y, html.EscapeString(k.text))
+		k.draw(&b, cellSize, y-cellSize+4, k.Advice)
+		fmt.Fprintf(&b, `<text x="%d" y="%d">%s</text>`+"\n", 2*cellSize+4, y, html.EscapeString(k.Advice))
 	}
 
 	b.WriteString("</svg>\n")
@@ -108,18 +108,12 @@ func (c Cell) draw(b *bytes.Buffer, x, y int, title string) {
 	b.WriteString("</g>\n")
 }
 
-// keyLine is a line of the explanation below a picture.
-type keyLine struct {
-	cell Cell
-	text string
-}
-
-// explanation returns a line for each kind of cell.
-func explanation() []keyLine {
-	var lines []keyLine
+// explanation returns a cell of each kind, with what it means in place of an advice.
+func explanation() []Cell {
+	var lines []Cell
 	below := 0.0
 	for _, c := range classes() {
-		lines = append(lines, keyLine{Cell{Result: OK, RTT: below}, "round trip " + c.text})
+		lines = append(lines, Cell{Result: OK, RTT: below, Advice: "round trip " + c.text})
 		below = c.below
 	}
 
@@ -127,9 +121,9 @@ func explanation() []keyLine {
 		switch r {
 		case OK:
 		case Unknown:
-			lines = append(lines, keyLine{Cell{Result: r}, "unknown"})
+			lines = append(lines, Cell{Result: r, Advice: "unknown"})
 		default:
-			lines = append(lines, keyLine{Cell{Result: r}, "broken: " + string(r)})
+			lines = append(lines, Cell{Result: r, Advice: "broken: " + string(r)})
 		}
 	}
 	return lines
