@@ -60,9 +60,7 @@ func networkOf(cfg Config, f prefix.Family) (network, pool string) {
 }
 
 func sortedPrefixes(ps []netip.Prefix) []netip.Prefix {
-	s := slices.Concat([]netip.Prefix{}, ps)
-	slices.SortFunc(s, netip.Prefix.Compare)
-	return slices.Compact(s)
+	return slices.Compact(slices.SortedFunc(slices.Values(ps), netip.Prefix.Compare))
 }
 
 // backendChanges compares two objects of key, which is "Backend" or "NextBackend", without their

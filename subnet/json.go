@@ -52,7 +52,8 @@ func keyWarnings(raw json.RawMessage, known ...string) []string {
 		case len(warnings) == mostWarnings:
 			more++
 		case unknown:
-			warnings = append(warnings, unknownKey(key, known))
+			nearest, _ := spell.Nearest(Shorten(key), known)
+			warnings = append(warnings, fmt.Sprintf("unknown key %q is ignored, the nearest known key is %q", Shorten(key), nearest))
 		case key == before:
 			warnings = append(warnings, fmt.Sprintf("key %q is given more than once: the last one counts", key))
 		default:
@@ -131,12 +132,6 @@ func members(raw json.RawMessage) (all []member) {
 		return nil
 	}
 	return all
-}
-
-func unknownKey(key string, known []string) string {
-	key = Shorten(key)
-	nearest, _ := spell.Nearest(key, known)
-	return fmt.Sprintf("unknown key %q is ignored, the nearest known key is %q", key, nearest)
 }
 
 // fieldNames returns the keys of the struct that v points to.

@@ -91,22 +91,22 @@ func (w wireConfig) config() (cfg Config, err error) {
 
 	for _, n := range w.networks() {
 		network, err := n.parse()
-		if err != nil {
+		switch {
+		case err != nil:
 			return cfg, err
-		}
-		if n.enabled && !network.Prefix.IsValid() {
+		case !n.enabled:
+			continue
+		case !network.Prefix.IsValid():
 			return cfg, w.missing(n.family)
 		}
 
 		for _, r := range unroutable {
-			if n.enabled && prefix.Contains(r.Prefix, network.Prefix) {
+			if prefix.Contains(r.Prefix, network.Prefix) {
 				return cfg, fmt.Errorf("%s: %s is %s and reaches no other host: want another range, for example %q",
 					keyName(n.family, "Network"), network.Prefix, r.use, example(n.family))
 			}
 		}
-		if n.enabled {
-			cfg.Networks = append(cfg.Networks, network)
-		}
+		cfg.Networks = append(cfg.Networks, network)
 	}
 	if len(cfg.Networks) == 0 {
 		return cfg, errors.New("no address family is enabled: EnableIPv4 and EnableIPv6 are both false")
@@ -140,31 +140,19 @@ func (w wireConfig) missing(f prefix.Family) error {
 	return fmt.Errorf("please define a correct %s parameter", keyName(f, "Network"))
 }
 
-func (n wireNetwork) parse() (Network, error) {
-	out := Network{SubnetLen: int(n.subnetLen)}
-	var err error
+func (n wireNetwork) parse() (out Network, err error) {
+	out.SubnetLen = int(n.subnetLen)
 	if n.network != nil {
 		if out.Prefix, err = parseNetwork(n.family, n.network); err != nil {
-			return Network{}, err
+			return out, err
 		}
 	}
 
-	for _, a := range []struct {
-		name string
-		raw  json.RawMessage
-		into *netip.Addr
-	}{
-		{"SubnetMin", n.min, &out.Min},
-		{"SubnetMax", n.max, &out.Max},
-	} {
-		if a.raw == nil || n.family == prefix.IPv6 && isNull(a.raw) {
-			continue
-		}
-		if *a.into, err = decodeAddr(n.family, keyName(n.family, a.name), a.raw); err != nil {
-			return Network{}, err
-		}
+	if out.Min, err = decodeAddr(n.family, "SubnetMin", n.min); err != nil {
+		return out, err
 	}
-	return out, nil
+	out.Max, err = decodeAddr(n.family, "SubnetMax", n.max)
+	return out, err
 }
 
 // parseNetwork parses the Network of family f from JSON, and masks it. A network of length 0 means
@@ -203,9 +191,13 @@ type rangeInUse struct {
 	use string
 }
 
-// decodeAddr decodes the address of family f that is the JSON value of key. The addresses 0.0.0.0
-// and :: mean that there is none: the result is then the zero address.
-func decodeAddr(f prefix.Family, key string, raw json.RawMessage) (netip.Addr, error) {
+// decodeAddr decodes the address of family f that is the JSON value of a key, which has that name with IPv4. The
+// addresses 0.0.0.0 and :: mean that there is none, like an absent value: the result is then the zero address.
+func decodeAddr(f prefix.Family, name string, raw json.RawMessage) (netip.Addr, error) {
+	if raw == nil || f == prefix.IPv6 && isNull(raw) {
+		return netip.Addr{}, nil
+	}
+	key := keyName(f, name)
 	s, err := decodeString(key, raw)
 	if err != nil {
 		return netip.Addr{}, err

@@ -3,6 +3,7 @@
 package subnet
 
 import (
+	"maps"
 	"net/netip"
 	"slices"
 )
@@ -30,14 +31,12 @@ func (a *Arbiter) Shared() []SharedPublicIP {
 	}
 
 	all := make([]SharedPublicIP, 0, len(leases))
-	for public, sharing := range leases {
-		slices.SortFunc(sharing, compareAge)
+	for _, public := range slices.SortedFunc(maps.Keys(leases), netip.Addr.Compare) {
 		one := SharedPublicIP{PublicIP: public}
-		for _, l := range sharing {
+		for _, l := range slices.SortedFunc(slices.Values(leases[public]), compareAge) {
 			one.Keys = append(one.Keys, l.Key)
 		}
 		all = append(all, one)
 	}
-	slices.SortFunc(all, func(x, y SharedPublicIP) int { return x.PublicIP.Compare(y.PublicIP) })
 	return all
 }
