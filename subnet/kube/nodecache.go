@@ -91,7 +91,7 @@ func (e *entry) needsRequest() bool {
 func (e *entry) hasGainedFamily() bool {
 	return slices.ContainsFunc(families, func(f prefix.Family) bool {
 		_, known := prefix.OfFamily(e.cidrs, f)
-		return e.notes[annotation.Of(f).Public].Present && !known
+		return e.notes[annotation.PublicIP.In(f)].Present && !known
 	})
 }
 

@@ -189,14 +189,14 @@ func (m *Manager) nodeName(ctx context.Context) (string, error) {
 func (m *Manager) wanted(s *ownNode, c subnet.Claim) (n annotation.Notes, wrong error) {
 	n = annotation.Encode(c)
 	for _, f := range families {
-		of := annotation.Of(f)
-		if !n[of.Public].Present {
+		public := annotation.PublicIP.In(f)
+		if !n[public].Present {
 			continue
 		}
-		a, err := m.given(s, f, of.Overwrite)
+		a, err := m.given(s, f, annotation.PublicIPOverwrite.In(f))
 		wrong = oneline.Join(wrong, err)
 		if a.IsValid() {
-			n[of.Public].Text = a.String()
+			n[public].Text = a.String()
 		}
 	}
 	return n, wrong

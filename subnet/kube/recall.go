@@ -23,7 +23,7 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 
 	var addrs []netip.Addr
 	for _, f := range families {
-		a, err := m.given(s, f, annotation.Of(f).Node)
+		a, err := m.given(s, f, annotation.NodePublicIP.In(f))
 		if err != nil {
 			m.reportIgnored(ctx, err)
 		}

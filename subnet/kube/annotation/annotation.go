@@ -4,6 +4,7 @@
 package annotation
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -19,7 +20,7 @@ import (
 // ID identifies one of the annotations that are read or written.
 type ID int
 
-// The IDs of the annotations. NewKeys has their names.
+// The IDs of the annotations. NewKeys has their names. An annotation of IPv6 follows that of IPv4: see In.
 const (
 	Managed ID = iota
 	BackendType
@@ -31,9 +32,9 @@ const (
 	NextBackendData
 	NextBackendV6Data
 	// The annotations from here on are read from this host's Node only, and never written.
-	PublicIPOverwrite
+	PublicIPOverwrite // replaces PublicIP, if an administrator has set it
 	PublicIPv6Overwrite
-	NodePublicIP
+	NodePublicIP // replaces --public-ip, if an administrator has set it
 	NodePublicIPv6
 	// Count is the number of annotations.
 	Count
@@ -86,20 +87,12 @@ func NewKeys(p string) *Keys {
 	return k
 }
 
-// Set contains the IDs of the annotations that belong to one family.
-type Set struct {
-	Data, NextData ID // data of the present and of the next backend
-	Public         ID // the public address that the node publishes
-	Overwrite      ID // replaces Public, if an administrator has set it
-	Node           ID // replaces --public-ip or --public-ipv6, if an administrator has set it
-}
-
-// Of returns the IDs of the annotations that belong to f.
-func Of(f prefix.Family) Set {
+// In returns the annotation that is for family f what a is for IPv4.
+func (a ID) In(f prefix.Family) ID {
 	if f == prefix.IPv6 {
-		return Set{BackendV6Data, NextBackendV6Data, PublicIPv6, PublicIPv6Overwrite, NodePublicIPv6}
+		return a + 1
 	}
-	return Set{BackendData, NextBackendData, PublicIP, PublicIPOverwrite, NodePublicIP}
+	return a
 }
 
 var families = []prefix.Family{prefix.IPv4, prefix.IPv6}
@@ -126,27 +119,20 @@ func Encode(c subnet.Claim) Notes {
 	}
 
 	for _, f := range families {
-		of := Of(f)
 		e, ok := c.Endpoint(f)
 		switch {
 		case ok:
-			n[of.Data], n[of.Public] = Note{dataText(e.Data), true}, Note{e.PublicIP.String(), true}
+			n[BackendData.In(f)] = Note{cmp.Or(string(e.Data), "null"), true}
+			n[PublicIP.In(f)] = Note{e.PublicIP.String(), true}
 			if len(e.NextData) > 0 {
-				n[of.NextData] = Note{string(e.NextData), true}
+				n[NextBackendData.In(f)] = Note{string(e.NextData), true}
 			}
 		case f == prefix.IPv4 && c.BackendType != "vxlan":
-			n[of.Data] = Note{"null", true}
-			n[of.Public] = Note{"0.0.0.0", true}
+			n[BackendData] = Note{"null", true}
+			n[PublicIP] = Note{"0.0.0.0", true}
 		}
 	}
 	return n
-}
-
-func dataText(data json.RawMessage) string {
-	if len(data) == 0 {
-		return "null"
-	}
-	return string(data)
 }
 
 // maxAnnotation is the length of the longest annotation that is read, in bytes. Real annotations have
@@ -177,7 +163,7 @@ func (k *Keys) Decode(n Notes, cidrs []netip.Prefix, last *subnet.Lease) (c subn
 	readable := false
 	for _, f := range families {
 		cidr, ok := prefix.OfFamily(cidrs, f)
-		if !ok || !n[Of(f).Public].Present {
+		if !ok || !n[PublicIP.In(f)].Present {
 			continue
 		}
 
@@ -205,18 +191,18 @@ func (k *Keys) Decode(n Notes, cidrs []netip.Prefix, last *subnet.Lease) (c subn
 // endpoint decodes the endpoint of one family on the subnet cidr.
 func (k *Keys) endpoint(n Notes, f prefix.Family, cidr netip.Prefix) (subnet.Endpoint, error) {
 	e := subnet.Endpoint{Subnet: cidr}
-	of := Of(f)
-	text, err := k.text(n, of.Public)
+	public := PublicIP.In(f)
+	text, err := k.text(n, public)
 	if err != nil {
 		return e, err
 	}
 	if e.PublicIP, err = subnet.ParseAddr(f, text); err != nil {
-		return e, fmt.Errorf("annotation %s: %w", k[of.Public], err)
+		return e, fmt.Errorf("annotation %s: %w", k[public], err)
 	}
-	if e.Data, err = k.data(n, of.Data); err != nil {
+	if e.Data, err = k.data(n, BackendData.In(f)); err != nil {
 		return e, err
 	}
-	e.NextData, err = k.data(n, of.NextData)
+	e.NextData, err = k.data(n, NextBackendData.In(f))
 	return e, err
 }
 
