@@ -59,22 +59,12 @@ func ParseKey(key string) ([]netip.Prefix, error) {
 }
 
 func parseSubnet(f prefix.Family, text string) (netip.Prefix, error) {
-	fail := func() (netip.Prefix, error) {
-		return netip.Prefix{}, fmt.Errorf("%q is not a subnet key (want for example 10.5.1.0-24 or 10.5.1.0-24&fd00:0:0:1::-64)", subnet.Shorten(text))
-	}
-
-	addr, length, ok := strings.Cut(text, "-")
-	if !ok || strings.ToLower(addr) != addr || strings.Contains(addr, "%") {
-		return fail()
-	}
-
+	addr, length, _ := strings.Cut(text, "-")
 	a, err := netip.ParseAddr(addr)
-	if err != nil || prefix.FamilyOf(a) != f || a.Is4In6() {
-		return fail()
-	}
-	bits, err := strconv.ParseUint(length, 10, 8)
-	if err != nil || bits == 0 || int(bits) >= f.Bits() {
-		return fail()
+	bits, wrong := strconv.ParseUint(length, 10, 8)
+	usable := err == nil && prefix.FamilyOf(a) == f && !a.Is4In6() && a.Zone() == "" && strings.ToLower(addr) == addr
+	if !usable || wrong != nil || bits == 0 || int(bits) >= f.Bits() {
+		return netip.Prefix{}, fmt.Errorf("%q is not a subnet key (want for example 10.5.1.0-24 or 10.5.1.0-24&fd00:0:0:1::-64)", subnet.Shorten(text))
 	}
 	return netip.PrefixFrom(a, int(bits)).Masked(), nil
 }
