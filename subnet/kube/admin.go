@@ -140,7 +140,7 @@ func WithoutPodCIDR(ctx context.Context, cfg Config) (names []string, err error)
 	}
 	defer c.renew()
 	_, err = c.list(ctx, wire.NewDecoder(nil, ""), query{}, func(n *wire.Node) {
-		if len(n.PodCIDR) == 0 && n.NumPodCIDRs == 0 {
+		if len(n.PodCIDR) == 0 && len(n.PodCIDRs) == 0 {
 			names = append(names, string(n.Name))
 		}
 	})

@@ -351,27 +351,11 @@ func (c *client) refusal(resp *http.Response) error {
 	body, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<20)) // a part of the body is better than nothing
 	status, err := wire.DecodeStatus(body)
 	if err != nil {
-		status = statusFromJSON(body)
+		status = &wire.StatusError{}
+		status.Message = subnet.Shorten(string(body))
 	}
-	status.Code = resp.StatusCode
+	status.Code = int32(resp.StatusCode)
 	return c.refused(status, resp.Header.Get("Retry-After"))
-}
-
-// statusFromJSON decodes a Status in JSON. An API server sends JSON instead of protobuf if the
-// request asked for metadata, because a Status has no form of metadata. Another body becomes the message.
-func statusFromJSON(body []byte) *wire.StatusError {
-	var in struct {
-		Message string
-		Details struct{ Causes []struct{ Reason string } }
-	}
-	if err := json.Unmarshal(body, &in); err != nil {
-		return &wire.StatusError{Message: subnet.Shorten(string(body))}
-	}
-	status := &wire.StatusError{Message: in.Message}
-	for _, cause := range in.Details.Causes {
-		status.Causes = append(status.Causes, cause.Reason)
-	}
-	return status
 }
 
 // tooLargeMessage is part of the message if the server has not reached the requested resource
@@ -380,10 +364,11 @@ const tooLargeMessage = "Too large resource version"
 
 // refused returns the error that a Status describes. retryAfter is the value of the header.
 func (c *client) refused(s *wire.StatusError, retryAfter string) error {
-	message := cmp.Or(s.Message, http.StatusText(s.Code))
+	code := int(s.Code)
+	message := cmp.Or(s.Message, http.StatusText(code))
 	e := &apiError{
-		host: c.host, kind: "HTTP " + strconv.Itoa(s.Code), code: s.Code, message: fmt.Sprintf("%d %s", s.Code, message),
-		tooLarge: slices.Contains(s.Causes, "ResourceVersionTooLarge") || strings.Contains(message, tooLargeMessage),
+		host: c.host, kind: "HTTP " + strconv.Itoa(code), code: code, message: fmt.Sprintf("%d %s", code, message),
+		tooLarge: s.Has("ResourceVersionTooLarge") || strings.Contains(message, tooLargeMessage),
 	}
 	if seconds, err := strconv.Atoi(retryAfter); err == nil && seconds > 0 {
 		e.retryAfter = min(time.Duration(seconds)*time.Second, time.Minute)

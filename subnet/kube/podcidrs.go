@@ -20,10 +20,10 @@ var errNoPodCIDR = errors.New("no podCIDR assigned yet")
 // first. It returns errNoPodCIDR if the Node has none yet, and another error if they cannot be
 // used.
 func podCIDRs(n *wire.Node) ([]netip.Prefix, error) {
-	texts := n.PodCIDRs[:min(n.NumPodCIDRs, len(n.PodCIDRs))]
+	texts := n.PodCIDRs
 	switch {
-	case n.NumPodCIDRs > len(n.PodCIDRs):
-		return nil, fmt.Errorf("it has %d podCIDRs, want one for each family", n.NumPodCIDRs)
+	case len(texts) > len(families):
+		return nil, fmt.Errorf("it has %d podCIDRs, want one for each family", len(texts))
 	case len(texts) == 0 && len(n.PodCIDR) == 0:
 		return nil, errNoPodCIDR
 	case len(texts) == 0:

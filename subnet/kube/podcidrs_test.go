@@ -16,9 +16,9 @@ import (
 
 func TestPodCIDRs(t *testing.T) {
 	with := func(one string, all ...string) *wire.Node {
-		n := &wire.Node{PodCIDR: []byte(one), NumPodCIDRs: len(all)}
-		for i, s := range all[:min(len(all), 2)] {
-			n.PodCIDRs[i] = []byte(s)
+		n := &wire.Node{PodCIDR: []byte(one)}
+		for _, s := range all {
+			n.PodCIDRs = append(n.PodCIDRs, []byte(s))
 		}
 		return n
 	}

@@ -23,7 +23,6 @@ const MaxObject = 16 << 20
 // field is one field of a protobuf message.
 type field struct {
 	number int
-	kind   protowire.Type
 	value  uint64 // with VarintType the number, otherwise 0
 	bytes  []byte // with BytesType the content, otherwise nil
 }
@@ -38,7 +37,7 @@ func each(b []byte, on func(field) error) error {
 		}
 		b = b[n:]
 
-		f := field{number: int(number), kind: kind}
+		f := field{number: int(number)}
 		switch kind {
 		case protowire.VarintType:
 			f.value, n = protowire.ConsumeVarint(b)
@@ -58,16 +57,15 @@ func each(b []byte, on func(field) error) error {
 	return nil
 }
 
-// last returns the content of the last field of the message b with that number, or nil if there is
-// none.
-func last(b []byte, number int) (content []byte, err error) {
+// last returns the last field of the message b with that number, or the zero field if there is none.
+func last(b []byte, number int) (found field, err error) {
 	err = each(b, func(f field) error {
 		if f.number == number {
-			content = f.bytes
+			found = f
 		}
 		return nil
 	})
-	return content, err
+	return found, err
 }
 
 // pair returns the contents of the first two fields of the message b, which are never nil.

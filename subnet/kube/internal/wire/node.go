@@ -26,10 +26,9 @@ type Node struct {
 	Hostname    []byte   // value of the label HostnameLabel
 	Label       []byte   // value of the other label of NewDecoder
 	PodCIDR     []byte
-	PodCIDRs    [2][]byte // the first two podCIDRs
-	NumPodCIDRs int       // the number of podCIDRs of the Node
-	InternalIPs [][]byte  // in the order of the Node
-	Network     []byte    // status of the condition of type NetworkUnavailable; nil if the Node does not have it
+	PodCIDRs    [][]byte
+	InternalIPs [][]byte // in the order of the Node
+	Network     []byte   // status of the condition of type NetworkUnavailable; nil if the Node does not have it
 }
 
 // Decoder decodes Nodes. It is safe for concurrent use.
@@ -48,7 +47,7 @@ func (d *Decoder) newNode() *Node { return &Node{Annotations: make([][]byte, len
 // reset makes n an empty Node. It keeps the memory of n for the next one.
 func (n *Node) reset() {
 	clear(n.Annotations)
-	*n = Node{Annotations: n.Annotations, InternalIPs: n.InternalIPs[:0]}
+	*n = Node{Annotations: n.Annotations, PodCIDRs: n.PodCIDRs[:0], InternalIPs: n.InternalIPs[:0]}
 }
 
 // decode decodes the message of a Node or of the PartialObjectMetadata of a Node into n.
@@ -99,14 +98,9 @@ func revision(b []byte) int64 {
 }
 
 // seconds decodes a Time to seconds since 1970. A time before that becomes 0.
-func seconds(b []byte) (s int64, err error) {
-	err = each(b, func(f field) error {
-		if f.number == 1 {
-			s = int64(f.value)
-		}
-		return nil
-	})
-	return max(s, 0), err
+func seconds(b []byte) (int64, error) {
+	s, err := last(b, 1)
+	return max(int64(s.value), 0), err
 }
 
 func (d *Decoder) annotation(b []byte, n *Node) error {
@@ -137,10 +131,7 @@ func (n *Node) spec(b []byte) error {
 		case 1:
 			n.PodCIDR = f.bytes
 		case 7:
-			if n.NumPodCIDRs < len(n.PodCIDRs) {
-				n.PodCIDRs[n.NumPodCIDRs] = f.bytes
-			}
-			n.NumPodCIDRs++
+			n.PodCIDRs = append(n.PodCIDRs, f.bytes)
 		}
 		return nil
 	})

@@ -95,6 +95,9 @@ const (
 	failed = "ERROR"
 )
 
+// eventTypes has the types of events with a Node. A lookup does not copy the bytes of a type.
+var eventTypes = map[string]string{Added: Added, Modified: Modified, Deleted: Deleted, Bookmark: Bookmark}
+
 // Event is one event of a watch.
 type Event struct {
 	Type string // one of Added, Modified, Deleted and Bookmark
@@ -140,17 +143,11 @@ func (d *Decoder) event(b []byte, n *Node) (Event, error) {
 	if err != nil {
 		return Event{}, err
 	}
-	raw, err := unwrap(object)
+	raw, err := unwrap(object.bytes)
 	if err != nil {
 		return Event{}, err
 	}
-	e := Event{Node: n}
-	for _, known := range []string{Added, Modified, Deleted, Bookmark} {
-		if string(kind) == known { // without a copy of kind
-			e.Type = known
-		}
-	}
-
+	e := Event{Type: eventTypes[string(kind)], Node: n}
 	switch {
 	case string(kind) == failed:
 		status, err := decodeStatus(raw)

@@ -13,7 +13,11 @@ package wire
 
 import (
 	"bytes"
+	"encoding/json"
 	"fmt"
+	"slices"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 )
@@ -31,58 +35,42 @@ func unwrap(b []byte) ([]byte, error) {
 	if !ok {
 		return nil, fmt.Errorf("%w: no object", ErrMalformed)
 	}
-	return last(b, numberOfRaw)
+	raw, err := last(b, numberOfRaw)
+	return raw.bytes, err
 }
 
-// StatusError is an error that an API server has sent, as a Status.
-type StatusError struct {
-	Code    int // the HTTP status
-	Message string
-	Causes  []string // the reason of each cause
-}
+// StatusError is an error that an API server has sent.
+type StatusError struct{ metav1.Status }
 
 // Error implements error.
 func (e *StatusError) Error() string {
 	return oneline.Collapse(fmt.Sprintf("status %d: %s", e.Code, e.Message))
 }
 
-// DecodeStatus decodes a Status, which is the body of an answer that refuses a request. Servers
-// also send other bodies, for example in JSON: the error then wraps ErrMalformed.
-func DecodeStatus(body []byte) (*StatusError, error) {
-	raw, err := unwrap(body)
-	if err != nil {
-		return nil, err
-	}
-	return decodeStatus(raw)
+// Has reports whether the server names that cause.
+func (e *StatusError) Has(cause metav1.CauseType) bool {
+	return e.Details != nil && slices.ContainsFunc(e.Details.Causes, func(c metav1.StatusCause) bool { return c.Type == cause })
 }
 
-func decodeStatus(b []byte) (*StatusError, error) {
+// DecodeStatus decodes a Status, which is the body of an answer that refuses a request. An API server sends JSON
+// instead of protobuf if the request asked for metadata, because a Status has no form of metadata. Proxies also send
+// other bodies: the error then wraps ErrMalformed.
+func DecodeStatus(body []byte) (*StatusError, error) {
+	raw, err := unwrap(body)
+	if err == nil {
+		return decodeStatus(raw)
+	}
 	e := &StatusError{}
-	err := each(b, func(f field) error {
-		switch f.number {
-		case 3:
-			e.Message = string(f.bytes)
-		case 5:
-			return e.details(f.bytes)
-		case 6:
-			e.Code = int(int32(f.value))
-		}
-		return nil
-	})
-	if err != nil {
+	if json.Unmarshal(body, &e.Status) != nil {
 		return nil, err
 	}
 	return e, nil
 }
 
-// details adds the causes in a StatusDetails to e.
-func (e *StatusError) details(b []byte) error {
-	return each(b, func(f field) error {
-		if f.number != 4 {
-			return nil
-		}
-		cause, err := last(f.bytes, 1)
-		e.Causes = append(e.Causes, string(cause))
-		return err
-	})
+func decodeStatus(b []byte) (*StatusError, error) {
+	e := &StatusError{}
+	if err := e.Unmarshal(b); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrMalformed, err)
+	}
+	return e, nil
 }

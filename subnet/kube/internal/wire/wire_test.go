@@ -5,6 +5,7 @@ package wire_test
 import (
 	"bytes"
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -57,14 +58,13 @@ type content struct {
 	Revision, Created            int64
 	Annotations                  map[string]string
 	PodCIDRs, InternalIPs        []string
-	NumPodCIDRs                  int
 	Network                      string
 }
 
 func contentOf(n *wire.Node) content {
 	c := content{
 		Name: string(n.Name), UID: string(n.UID), Hostname: string(n.Hostname), PodCIDR: string(n.PodCIDR),
-		Revision: n.Revision, Created: n.Created, Annotations: map[string]string{}, NumPodCIDRs: n.NumPodCIDRs,
+		Revision: n.Revision, Created: n.Created, Annotations: map[string]string{},
 		Network: string(n.Network),
 	}
 	for i, value := range n.Annotations {
@@ -72,7 +72,7 @@ func contentOf(n *wire.Node) content {
 			c.Annotations[annotations()[i]] = string(value)
 		}
 	}
-	for _, s := range n.PodCIDRs[:min(n.NumPodCIDRs, 2)] {
+	for _, s := range n.PodCIDRs {
 		c.PodCIDRs = append(c.PodCIDRs, string(s))
 	}
 	for _, s := range n.InternalIPs {
@@ -85,7 +85,7 @@ func contentOf(n *wire.Node) content {
 func contentOfAPI(n *corev1.Node) content {
 	c := content{
 		Name: n.Name, UID: string(n.UID), Hostname: n.Labels[wire.HostnameLabel], PodCIDR: n.Spec.PodCIDR,
-		Created: max(0, n.CreationTimestamp.Unix()), Annotations: map[string]string{}, NumPodCIDRs: len(n.Spec.PodCIDRs),
+		Created: max(0, n.CreationTimestamp.Unix()), Annotations: map[string]string{},
 	}
 	if revision, err := strconv.ParseInt(n.ResourceVersion, 10, 64); err == nil {
 		c.Revision = revision
@@ -95,7 +95,7 @@ func contentOfAPI(n *corev1.Node) content {
 			c.Annotations[key] = value
 		}
 	}
-	c.PodCIDRs = append(c.PodCIDRs, n.Spec.PodCIDRs[:min(2, len(n.Spec.PodCIDRs))]...)
+	c.PodCIDRs = append(c.PodCIDRs, n.Spec.PodCIDRs...)
 	for _, a := range n.Status.Addresses {
 		if a.Type == corev1.NodeInternalIP {
 			c.InternalIPs = append(c.InternalIPs, a.Address)
@@ -233,9 +233,19 @@ func TestDecodeStatus(t *testing.T) {
 		Name: "nodes", Causes: []metav1.StatusCause{{Type: "ResourceVersionTooLarge", Message: "m"}, {Type: "Other"}}, RetryAfterSeconds: 1,
 	}}
 	got, err := wire.DecodeStatus(wiretest.Object(t, status))
-	want := &wire.StatusError{Code: 504, Message: "Timeout: x", Causes: []string{"ResourceVersionTooLarge", "Other"}}
-	if diff := cmp.Diff(want, got); err != nil || diff != "" {
-		t.Errorf("%v (-want +got):\n%s", err, diff)
+	if diff := cmp.Diff(&wire.StatusError{Status: *status}, got); err != nil || diff != "" {
+		t.Fatalf("%v (-want +got):\n%s", err, diff)
+	}
+	if !got.Has("ResourceVersionTooLarge") || !got.Has("Other") || got.Has("x") || (&wire.StatusError{}).Has("x") {
+		t.Errorf("the causes of %+v", got)
+	}
+	text, err := json.Marshal(status)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err = wire.DecodeStatus(text)
+	if diff := cmp.Diff(&wire.StatusError{Status: *status}, got); err != nil || diff != "" {
+		t.Errorf("in JSON: %v (-want +got):\n%s", err, diff)
 	}
 	if _, err := wire.DecodeStatus([]byte("<html>")); !errors.Is(err, wire.ErrMalformed) {
 		t.Errorf("HTML: %v", err)
