@@ -163,7 +163,7 @@ type request struct {
 	group   string // API group, in its version v1; empty for the core group, to which Nodes belong
 	path    string // below the group and version
 	query   url.Values
-	accept  string
+	accept  string // empty for acceptJSON
 	content string // type of body
 	body    []byte
 	// compressed lets the server compress the answer with gzip. It is for large answers only: a
@@ -192,7 +192,7 @@ func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 	if err != nil {
 		return nil, err
 	}
-	req.Header.Set("Accept", r.accept)
+	req.Header.Set("Accept", cmp.Or(r.accept, acceptJSON))
 	if r.content != "" {
 		req.Header.Set("Content-Type", r.content)
 	}
@@ -255,7 +255,6 @@ func (c *client) call(ctx context.Context, timeout time.Duration, r request) (bo
 
 // callJSON is like call, and decodes the answer into to.
 func (c *client) callJSON(ctx context.Context, timeout time.Duration, r request, to any) error {
-	r.accept = cmp.Or(r.accept, acceptJSON)
 	body, err := c.call(ctx, timeout, r)
 	if err != nil {
 		return err

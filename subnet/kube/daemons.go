@@ -110,7 +110,7 @@ func (d *Daemons) Get(ctx context.Context, node string, port int, path string, q
 	target := d.pods[i].Metadata.Name + ":" + strconv.Itoa(port)
 	resp, err := d.client.do(ctx, request{
 		path:  "namespaces/" + url.PathEscape(d.namespace) + "/pods/" + url.PathEscape(target) + "/proxy/" + path,
-		query: query, accept: acceptJSON,
+		query: query,
 	})
 	if err != nil {
 		return nil, err

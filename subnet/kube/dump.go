@@ -47,7 +47,7 @@ func (d *Daemons) Log(ctx context.Context, pod, container string, previous bool,
 	if previous {
 		q.Set("previous", "true")
 	}
-	return d.read(ctx, request{path: "namespaces/" + url.PathEscape(d.namespace) + "/pods/" + url.PathEscape(pod) + "/log", query: q}, "get pods/log", limit)
+	return d.read(ctx, request{path: "namespaces/" + url.PathEscape(d.namespace) + "/pods/" + url.PathEscape(pod) + "/log", query: q, accept: "*/*"}, "get pods/log", limit)
 }
 
 // List returns the objects of a resource, as JSON, one after the other. It leaves out what is long and says nothing
@@ -66,7 +66,7 @@ func (d *Daemons) List(ctx context.Context, group, namespace, resource string, s
 	for page, more := "", true; more; more = page != "" {
 		q := url.Values{"limit": {podsPage}, "continue": {page}}
 		maps.Copy(q, selection)
-		text, err := d.read(ctx, request{group: group, path: path, query: q, accept: acceptJSON}, "list "+resource, limit)
+		text, err := d.read(ctx, request{group: group, path: path, query: q}, "list "+resource, limit)
 		if err != nil {
 			return out.Bytes(), err
 		}
@@ -94,9 +94,6 @@ func (d *Daemons) List(ctx context.Context, group, namespace, resource string, s
 
 // read returns at most limit bytes of an answer. right is the right that the operator needs.
 func (d *Daemons) read(ctx context.Context, r request, right string, limit int) ([]byte, error) {
-	if r.accept == "" {
-		r.accept = "*/*"
-	}
 	resp, err := d.client.do(ctx, r)
 	if hasCode(err, http.StatusForbidden) {
 		return nil, fmt.Errorf("you need the right to %s: %w", right, err)

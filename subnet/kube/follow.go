@@ -10,6 +10,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sync/semaphore"
+
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
@@ -42,14 +44,14 @@ type follower struct {
 	requested map[string]bool // the Nodes that are being requested, or wait for that
 	waiting   []string        // names of those in requested that no request contains yet
 	flushed   time.Time       // when Nodes were requested last
-	slots     chan struct{}
+	slots     *semaphore.Weighted
 
 	required int64 // the revision that the watch has to reach, of the last change of this host's Node; 0: none yet
 }
 
 func newFollower(m *Manager, cache *nodeCache, sink func(subnet.Update)) *follower {
 	f := &follower{
-		Manager: m, cache: cache, sink: sink, posts: make(chan func()), requested: map[string]bool{}, slots: make(chan struct{}, fetchers),
+		Manager: m, cache: cache, sink: sink, posts: make(chan func()), requested: map[string]bool{}, slots: semaphore.NewWeighted(fetchers),
 		flushing: time.NewTimer(0), probing: time.NewTimer(m.silence()), auditing: time.NewTimer(time.Until(cache.auditAt)),
 	}
 	f.flushing.Stop()
@@ -119,13 +121,16 @@ func (f *follower) post(ctx context.Context, act func()) bool {
 	}
 }
 
-// apply applies an event to the cache, and publishes what has changed.
+// apply applies an event to the cache, and publishes what has changed. It requests a Node that has to be requested.
 func (f *follower) apply(ctx context.Context, e wire.Event) error {
 	name, err := f.cache.advance(e)
 	if err != nil {
 		return err
 	}
-	f.publish(ctx, name)
+	if f.cache.entries[name].needsRequest() {
+		f.request(name)
+	}
+	f.cache.publish(ctx, name, f.sink)
 
 	if f.cache.store.Revision >= f.required {
 		f.probing.Reset(f.silence())
@@ -135,14 +140,6 @@ func (f *follower) apply(ctx context.Context, e wire.Event) error {
 		}
 	}
 	return nil
-}
-
-// publish publishes the state of a Node, and requests it if it has to be requested.
-func (f *follower) publish(ctx context.Context, name string) {
-	if f.cache.entries[name].needsRequest() {
-		f.request(name)
-	}
-	f.cache.publish(ctx, name, f.sink)
 }
 
 // request plans the request of a Node, unless one is in progress.
@@ -195,12 +192,10 @@ func (f *follower) flush(ctx context.Context) {
 // fetch sends a request again and again until it is answered or ctx ends. A random time up to spread is added
 // to each pause, so that daemons which a server has refused together do not repeat their requests together.
 func (f *follower) fetch(ctx context.Context, a *nodeRequest, spread time.Duration) error {
-	select {
-	case f.slots <- struct{}{}:
-		defer func() { <-f.slots }()
-	case <-ctx.Done():
-		return ctx.Err()
+	if err := f.slots.Acquire(ctx, 1); err != nil {
+		return err
 	}
+	defer f.slots.Release(1)
 
 	// The request is an activity of its own, because the watch works at the same time.
 	return f.retry(ctx, getting+a.names[0], func() error {
@@ -222,8 +217,6 @@ func (f *follower) answered(ctx context.Context, got *nodeRequest) {
 		if e := f.cache.entries[name]; e.needsRequest() && (e.version > got.shown || got.isMissing(name)) {
 			f.request(name)
 		}
-	}
-	for _, name := range got.names {
 		f.cache.publish(ctx, name, f.sink)
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"slices"
 	"time"
@@ -181,20 +182,18 @@ func (m *Manager) listExactly(ctx context.Context, cache *nodeCache) (*nodeCache
 // differing returns the names of the peers that have another lease or error in listed, which has the Nodes at
 // the revision of the cache. Nodes that flannel does not manage have no lease, and no state file has them.
 func (c *nodeCache) differing(listed *nodeCache) []string {
-	var names []string
-	for name, is := range listed.entries {
+	both := maps.Clone(c.entries)
+	maps.Copy(both, listed.entries)
+	maps.DeleteFunc(both, func(name string, _ *entry) bool {
 		was := c.entries[name]
+		is := listed.entries[name]
 		switch {
 		case name == c.own, was == nil && !is.managed():
-		case was == nil, was.order != is.order, is.fresh, was.lease != nil && textOf(was.err) != textOf(is.err):
-			names = append(names, name)
+			return true
+		case was == nil, is == nil:
+			return false
 		}
-	}
-	for name := range c.entries {
-		if listed.entries[name] == nil && name != c.own {
-			names = append(names, name)
-		}
-	}
-	slices.Sort(names)
-	return names
+		return was.order == is.order && !is.fresh && (was.lease == nil || textOf(was.err) == textOf(is.err))
+	})
+	return slices.Sorted(maps.Keys(both))
 }

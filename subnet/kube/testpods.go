@@ -178,9 +178,9 @@ func (t *TestPods) Close(ctx context.Context) error {
 	defer t.client.renew()
 	base := "namespaces/" + url.PathEscape(t.namespace)
 	_, err := t.client.call(ctx, podsTimeout, request{
-		method: http.MethodDelete, path: base + "/pods", query: url.Values{"labelSelector": {t.selector("")}}, accept: acceptJSON,
+		method: http.MethodDelete, path: base + "/pods", query: url.Values{"labelSelector": {t.selector("")}},
 	})
-	_, failed := t.client.call(ctx, podsTimeout, request{method: http.MethodDelete, path: base + "/services/" + t.name, accept: acceptJSON})
+	_, failed := t.client.call(ctx, podsTimeout, request{method: http.MethodDelete, path: base + "/services/" + t.name})
 	if hasCode(failed, http.StatusNotFound) {
 		failed = nil
 	}
