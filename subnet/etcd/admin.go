@@ -144,25 +144,24 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 	if e := a.m.entry(&mvccpb.KeyValue{Key: []byte(a.m.dir + key), Value: value}); e.err != nil {
 		return "", fmt.Errorf("reserve %s: hosts could not read it: %w", key, e.err)
 	}
-	entries, err := a.Entries(ctx, false)
+	l, err := a.m.list(ctx)
 	if err != nil {
 		return "", err
 	}
 
-	for _, e := range entries {
+	var have *entry
+	for _, e := range l.entries {
 		switch {
-		case e.Lease.Key == key:
-		case overlap(e.Lease.Subnets(), subnets):
-			return "", fmt.Errorf("reserve %s: it overlaps %s of %s", key, e.Lease.Key, ownerOf(e.Lease))
-		case e.Lease.Permanent && hasPublicIP(e.Lease, identity(c)):
-			return "", fmt.Errorf("reserve %s: %s has the reservation %s, which has to end first", key, identity(c), e.Lease.Key)
+		case e.key == key:
+			have = e
+		case overlap(e.subnets, subnets):
+			return "", fmt.Errorf("reserve %s: it overlaps %s of %s", key, e.key, ownerOf(e.lease))
+		case !e.leased() && hasPublicIP(e.lease, identity(c)):
+			return "", fmt.Errorf("reserve %s: %s has the reservation %s, which has to end first", key, identity(c), e.key)
 		}
 	}
 
-	have, _, err := a.m.read(ctx, key)
 	switch {
-	case err != nil:
-		return "", fmt.Errorf("read %s: %w", a.m.dir+key, err)
 	case have == nil:
 		return key, a.swap(ctx, "reserve", a.m.dir+key, 0, clientv3.OpPut(a.m.dir+key, string(value)))
 	case have.err != nil || !hasPublicIP(have.lease, identity(c)):

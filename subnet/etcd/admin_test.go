@@ -73,6 +73,7 @@ func TestAdminReserve(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
 	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"), f.grant(t, 600))
+	f.put(t, "subnets/10.5.3.0-24", "rubbish", f.grant(t, 600))
 	a := f.admin(t)
 	for _, tc := range []struct {
 		name  string
@@ -84,6 +85,7 @@ func TestAdminReserve(t *testing.T) {
 		{"another's reservation", reserve("192.0.2.8", "10.5.9.0/24"), "belongs to 192.0.2.9"},
 		{"another's lease", reserve("192.0.2.8", "10.5.1.0/24"), "belongs to 192.0.2.1"},
 		{"part of another's", reserve("192.0.2.8", "10.5.1.128/25"), "overlaps 10.5.1.0-24 of 192.0.2.1"},
+		{"part of one that cannot be read", reserve("192.0.2.8", "10.5.3.128/25"), "overlaps 10.5.3.0-24 of an owner that cannot be read"},
 		{"the owner's lease", reserve("192.0.2.1", "10.5.1.0/24"), ""},
 		{"a second one", reserve("192.0.2.9", "10.5.8.0/24"), "10.5.8.0-24: 192.0.2.9 has the reservation 10.5.9.0-24, which has to end first"},
 		{"beside what the owner's lease became", reserve("192.0.2.1", "10.5.8.0/24"), "has the reservation 10.5.1.0-24"},
