@@ -11,6 +11,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
@@ -66,7 +67,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 		return err
 	}
 	err = m.asPermitted(ctx, func(may *rights) error { return m.acquireFrom(ctx, l, pools, c, may) })
-	if err == nil || passes(err) && !errors.Is(err, errConflict) && len(m.unanswered) == 0 {
+	if err == nil || loglimit.Passes(err) && !errors.Is(err, errConflict) && len(m.unanswered) == 0 {
 		// If the leases could be read and only later, small requests failed, the next try uses the leases again.
 		// When all hosts start at once, a list for each try would make the store slower.
 		return err

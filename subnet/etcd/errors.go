@@ -18,12 +18,13 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 )
 
 // storeError is a failure of the store, or of the connection to it. It can pass.
 type storeError struct {
-	kind string // the kind of failure: the log has a line for each new kind in an outage
+	kind string // the kind of failure: the log has a line for each new kind in an outage; empty: the next try shows whether the store answers
 	text string
 	err  error
 }
@@ -31,34 +32,31 @@ type storeError struct {
 func (e *storeError) Error() string { return e.text }
 func (e *storeError) Unwrap() error { return e.err }
 
-// Kind implements outage.Failure.
+// Kind implements loglimit.Failure.
 func (e *storeError) Kind() string { return e.kind }
 
+// RetryAfter implements loglimit.Failure.
+func (*storeError) RetryAfter() time.Duration { return 0 }
+
 var (
-	errStalled  = errors.New("the watch is silent")
-	errBehind   = errors.New("the watch is behind the store")
-	errConflict = errors.New("another node was faster")
-	errRenewed  = errors.New("the connection was given up for a new one")
-	errClosed   = errors.New("manager is closed")
+	errStalled = errors.New("the watch is silent")
+	errBehind  = errors.New("the watch is behind the store")
+	errClosed  = fmt.Errorf("manager is closed: %w", context.Canceled)
+
+	errConflict error = loglimit.Again("another node was faster")
+	errRenewed  error = loglimit.Again("the connection was given up for a new one")
 	// errRelist means that all leases have to be listed, because a watch cannot continue from its
 	// revision: the revision was compacted, the store is another one, or the events since then are
 	// too many or do not come.
-	errRelist = errors.New("watch cannot be resumed")
+	errRelist error = loglimit.Again("watch cannot be resumed")
 )
-
-// passes reports whether a caller tries again after err.
-func passes(err error) bool {
-	var failure *storeError
-	return errors.As(err, &failure) ||
-		errors.Is(err, errConflict) || errors.Is(err, errRenewed) || errors.Is(err, errRelist)
-}
 
 // explain converts an error of the client library to a storeError, whose text is one line with the
 // endpoints and the cause, and which wraps err. waited is the deadline of the request. explain
-// returns nil, errConflict, errClosed and context.Canceled as they are, and errRenewed if this
+// returns nil, errConflict and context.Canceled as they are, and errRenewed if this
 // client has closed the connection.
 func explain(endpoints []string, waited time.Duration, err error) error {
-	if err == nil || errors.Is(err, errConflict) || errors.Is(err, context.Canceled) || errors.Is(err, errClosed) {
+	if err == nil || errors.Is(err, errConflict) || errors.Is(err, context.Canceled) {
 		return err
 	}
 	code := codeOf(err)

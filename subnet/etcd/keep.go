@@ -213,7 +213,7 @@ func (m *Manager) awaitChange(
 	inner, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
 	err := m.follow(inner, keys, revision+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
-		m.report(ctx, sourceLease, nil)
+		m.outage.Report(ctx, sourceLease, nil)
 		if changed(resp) {
 			return errChanged
 		}

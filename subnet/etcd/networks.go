@@ -81,7 +81,7 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 		listed := now.Revision
 		sink(now)
 		err = m.follow(ctx, keys, listed+1, watcher{checks: true, on: func(resp *pb.WatchResponse, _ int64) error {
-			m.report(ctx, sourceWatch, nil)
+			m.outage.Report(ctx, sourceWatch, nil)
 			if now.apply(m, resp, listed) {
 				sink(now)
 			}

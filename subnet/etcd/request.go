@@ -4,8 +4,6 @@ package etcd
 
 import (
 	"context"
-	"errors"
-	"slices"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -13,7 +11,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
-// The activities whose outcome the Manager reports to its outage.Tracker.
+// The activities whose outcome the Manager reports to its loglimit.Outage.
 const (
 	sourceConfig      = "config"
 	sourceLease       = "lease"
@@ -62,36 +60,6 @@ func (m *Manager) callWithin(ctx context.Context, deadline time.Duration, f func
 	return explain(m.cfg.Endpoints, deadline, err)
 }
 
-// retry runs f until it succeeds, or fails for a reason that does not pass, or ctx ends. It returns
-// the last error of f, or the error of ctx. It reports each result as the outcome of the activity.
-func (m *Manager) retry(ctx context.Context, activity string, f func() error) error {
-	defer m.outage.Forget(activity)
-	b := m.backoff()
-	for {
-		err := f()
-		if ctx.Err() != nil {
-			return ctx.Err()
-		}
-		m.report(ctx, activity, err)
-		if !passes(err) {
-			return err
-		}
-		if err := b.Wait(ctx, 0); err != nil {
-			return err
-		}
-	}
-}
-
-// report records the outcome of an activity. It ignores errors that say nothing about the store: those of
-// connections that were closed on purpose, and those of a watch that is silent or cannot be resumed. In the
-// second case the next try shows whether the store answers.
-func (m *Manager) report(ctx context.Context, activity string, err error) {
-	ignored := func(e error) bool { return errors.Is(err, e) }
-	if !slices.ContainsFunc([]error{errClosed, errRenewed, errStalled, errRelist}, ignored) {
-		m.outage.Report(ctx, activity, err)
-	}
-}
-
 // calm is the time without a pause after which the pauses start again from the shortest, as after a long
 // watch. It is longer than the deadline of any request: the pauses between requests to a store that hangs
 // must grow.
@@ -99,4 +67,9 @@ const calm = time.Minute
 
 func (m *Manager) backoff() *wait.Backoff {
 	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5, Forget: calm}
+}
+
+// retry repeats f: see loglimit.Outage.Retry.
+func (m *Manager) retry(ctx context.Context, activity string, f func() error) error {
+	return m.outage.Retry(ctx, activity, m.backoff(), f)
 }

@@ -22,6 +22,7 @@ import (
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -596,7 +597,7 @@ func TestSlowRestartListsNothing(t *testing.T) {
 		}
 		request := m.timing.request
 		m.timing.request = time.Nanosecond
-		if err := m.acquire(t.Context(), pools, claim(address)); !passes(err) {
+		if err := m.acquire(t.Context(), pools, claim(address)); !loglimit.Passes(err) {
 			t.Fatalf("acquire returns %v, want an error of the store", err)
 		}
 		m.timing.request = request

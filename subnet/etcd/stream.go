@@ -93,7 +93,7 @@ func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watch
 
 // stalled returns the error of a watch that is silent: a storeError that wraps errStalled.
 func (m *Manager) stalled() error {
-	return &storeError{"silent", fmt.Sprintf("etcd %s: %s", strings.Join(m.cfg.Endpoints, ","), errStalled), errStalled}
+	return &storeError{"", fmt.Sprintf("etcd %s: %s", strings.Join(m.cfg.Endpoints, ","), errStalled), errStalled}
 }
 
 // brokenError is the error of gRPC that ended a stream.

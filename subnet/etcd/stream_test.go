@@ -14,6 +14,7 @@ import (
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"google.golang.org/grpc"
 
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
@@ -83,7 +84,7 @@ func TestSilentWatchPasses(t *testing.T) {
 	defer m.Close()
 	m.timing.request = 100 * time.Millisecond
 	err = m.follow(t.Context(), []string{"key"}, 1, watcher{on: func(*pb.WatchResponse, int64) error { return nil }})
-	if !errors.Is(err, errStalled) || !passes(err) || !strings.Contains(err.Error(), endpoint) {
+	if !errors.Is(err, errStalled) || !loglimit.Passes(err) || !strings.Contains(err.Error(), endpoint) {
 		t.Errorf("error is %v, want one that passes and names the endpoint", err)
 	}
 }

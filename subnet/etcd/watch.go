@@ -47,7 +47,7 @@ func (m *Manager) followUntilAudit(ctx context.Context, cache *leaseCache, sink 
 	err := m.follow(followed, []string{m.dir, m.configKey()}, cache.store.Revision+1, watcher{
 		on: func(resp *pb.WatchResponse, confirmed int64) error {
 			m.applyConfigEvents(cache, resp)
-			m.report(ctx, sourceWatch, nil)
+			m.outage.Report(ctx, sourceWatch, nil)
 			return m.advance(ctx, cache, resp, confirmed, sink)
 		},
 		waits:  func() bool { return !cache.grace.IsZero() },

@@ -29,7 +29,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 				return err
 			}
 
-			m.report(ctx, starting, nil)
+			m.outage.Report(ctx, starting, nil)
 			if !waiting {
 				waiting = true
 				klog.FromContext(ctx).Error(err, "waiting for the API to give this node its subnet")

@@ -28,6 +28,7 @@ import (
 	"k8s.io/client-go/transport"
 	"k8s.io/client-go/util/connrotation"
 
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
@@ -63,7 +64,7 @@ type client struct {
 
 // errEnded means that a watch which the server had accepted has ended early or has lost its
 // connection, or that renew has closed the connection of a request.
-var errEnded = errors.New("watch has ended")
+var errEnded error = loglimit.Again("watch has ended")
 
 // randomTime returns a random time from 0 to most, so that hosts do not act at the same moment. Scripts
 // of tests have another function in its place.
@@ -291,8 +292,11 @@ func (e *apiError) Error() string {
 // Unwrap implements error.
 func (e *apiError) Unwrap() error { return e.cause }
 
-// Kind implements outage.Failure.
+// Kind implements loglimit.Failure.
 func (e *apiError) Kind() string { return e.kind }
+
+// RetryAfter implements loglimit.Failure.
+func (e *apiError) RetryAfter() time.Duration { return e.retryAfter }
 
 // hasCode reports whether err is an answer with one of these HTTP statuses.
 func hasCode(err error, codes ...int) bool { return slices.Contains(codes, apiErrorOf(err).code) }
@@ -303,12 +307,6 @@ func apiErrorOf(err error) apiError {
 		return *e
 	}
 	return apiError{}
-}
-
-// passes reports whether a caller tries again after err: after a failure of the API server, and
-// after a watch has ended.
-func passes(err error) bool {
-	return apiErrorOf(err).kind != "" || errors.Is(err, errEnded) || errors.Is(err, errRelist)
 }
 
 // overloaded reports whether err comes from a server that cannot keep up: a refusal with 429, 503

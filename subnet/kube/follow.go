@@ -84,7 +84,7 @@ func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet
 	}
 	alive := func() {
 		if cache.server != stale {
-			m.report(ctx, watching, nil)
+			m.outage.Report(ctx, watching, nil)
 		}
 	}
 	f.wg.Go(func() { ended <- m.client.watch(ctx, m.decoder, q, alive, on) })
@@ -136,7 +136,7 @@ func (f *follower) apply(ctx context.Context, e wire.Event) error {
 		f.probing.Reset(f.silence())
 		if f.cache.server == stale {
 			f.cache.server = upToDate
-			f.report(ctx, watching, nil)
+			f.outage.Report(ctx, watching, nil)
 		}
 	}
 	return nil

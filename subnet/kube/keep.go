@@ -77,7 +77,7 @@ func (k *keeper) round(ctx context.Context) (restored bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	k.report(ctx, maintaining, nil)
+	k.outage.Report(ctx, maintaining, nil)
 	if restored {
 		return true, nil
 	}

@@ -14,6 +14,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
@@ -173,7 +174,7 @@ func (m *Manager) nodeName(ctx context.Context) (string, error) {
 	var pod struct{ Spec struct{ NodeName string } }
 	r := request{path: "namespaces/" + url.PathEscape(m.cfg.PodNamespace) + "/pods/" + url.PathEscape(m.cfg.PodName)}
 	err := m.client.callJSON(ctx, m.timing.request, r, &pod)
-	if passes(err) || err != nil && ctx.Err() != nil {
+	if loglimit.Passes(err) || err != nil && ctx.Err() != nil {
 		return "", fmt.Errorf("ask pod %s/%s for its node: %w", m.cfg.PodNamespace, m.cfg.PodName, err)
 	}
 	if err != nil || pod.Spec.NodeName == "" {

@@ -8,6 +8,8 @@ import (
 	"net/url"
 
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 )
 
 // warnPolicies logs once, if there are NetworkPolicies, that flanneld does not enforce them.
@@ -26,7 +28,7 @@ func (m *Manager) warnPolicies(ctx context.Context) {
 			}
 		}
 		err := m.client.callJSON(ctx, m.timing.request, r, &list)
-		if passes(err) && !hasCode(err, http.StatusForbidden, http.StatusNotFound) || ctx.Err() != nil {
+		if loglimit.Passes(err) && !hasCode(err, http.StatusForbidden, http.StatusNotFound) || ctx.Err() != nil {
 			if b.Wait(ctx, apiErrorOf(err).retryAfter) != nil {
 				return
 			}

@@ -4,13 +4,12 @@ package kube
 
 import (
 	"context"
-	"errors"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
-// The activities whose outcome the Manager reports to its outage.Tracker.
+// The activities whose outcome the Manager reports to its loglimit.Outage.
 const (
 	starting    = "start"
 	maintaining = "own node"
@@ -18,32 +17,9 @@ const (
 	getting     = "get node " // the name of the Node follows
 )
 
-// report records the outcome of an activity. It ignores errEnded: connections that were closed on
-// purpose, and watches that have ended early.
-func (m *Manager) report(ctx context.Context, activity string, err error) {
-	if !errors.Is(err, errEnded) {
-		m.outage.Report(ctx, activity, err)
-	}
-}
-
-// retry runs f until it succeeds, or fails for a reason that does not pass, or ctx ends. It returns
-// the last error of f, or the error of ctx. It reports each result as the outcome of the activity.
+// retry repeats f: see loglimit.Outage.Retry.
 func (m *Manager) retry(ctx context.Context, activity string, f func() error) error {
-	defer m.outage.Forget(activity)
-	b := m.backoff()
-	for {
-		err := f()
-		if ctx.Err() != nil {
-			return ctx.Err()
-		}
-		m.report(ctx, activity, err)
-		if !passes(err) {
-			return err
-		}
-		if err := b.Wait(ctx, apiErrorOf(err).retryAfter); err != nil {
-			return err
-		}
-	}
+	return m.outage.Retry(ctx, activity, m.backoff(), f)
 }
 
 // calm is the time without a pause after which the pauses start again from the shortest, as after a long

@@ -16,12 +16,13 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 )
 
 // errRelist means that a watch cannot continue from its revision, so that the Nodes have to be
 // listed.
-var errRelist = errors.New("watch cannot be resumed")
+var errRelist error = loglimit.Again("watch cannot be resumed")
 
 // listing is what a list contains besides the Nodes.
 type listing struct {

@@ -14,6 +14,7 @@ import (
 	"testing/iotest"
 	"testing/synctest"
 
+	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire"
 	"github.com/flanneld/flanneld/subnet/kube/internal/wire/wiretest"
 )
@@ -32,7 +33,7 @@ func TestWatchAcceptedAtTheDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := &client{random: randomTime, base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: answersAtTheEnd{}}}
 		err := c.watch(t.Context(), wire.NewDecoder(nil, ""), query{revision: 1}, func() { t.Error("the watch counts as accepted") }, nil)
-		if !passes(err) {
+		if !loglimit.Passes(err) {
 			t.Errorf("got %v, want an error that passes", err)
 		}
 	})

@@ -59,7 +59,7 @@ func (m *Manager) afterFailure(ctx context.Context, cache *nodeCache, t *turns, 
 		if errors.Is(err, errStale) {
 			// The next connection may lead to another server.
 			cache.server = stale
-			m.report(ctx, watching, err)
+			m.outage.Report(ctx, watching, err)
 			m.client.renew()
 		}
 		// Other nodes may have to list at the same moment, such as all whose watches this
@@ -70,14 +70,14 @@ func (m *Manager) afterFailure(ctx context.Context, cache *nodeCache, t *turns, 
 	case errors.Is(err, errBusy):
 		return t.wait(ctx, err)
 	case cache.standing != current && overloaded(err):
-		m.report(ctx, watching, err)
+		m.outage.Report(ctx, watching, err)
 		if err := t.wait(ctx, err); err != nil {
 			return err
 		}
 		return b.Wait(ctx, 0)
 
 	default:
-		m.report(ctx, watching, err)
+		m.outage.Report(ctx, watching, err)
 		return b.Wait(ctx, apiErrorOf(err).retryAfter)
 	}
 }

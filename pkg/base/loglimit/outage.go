@@ -7,17 +7,41 @@ import (
 	"errors"
 	"slices"
 	"sync"
+	"time"
 
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
-// Failure is an error of the service or of the connection to it. Any other error comes
-// from a service that answers, and so does not count as an outage.
+// Failure is an error of the service or of the connection to it, after which a caller tries again. Any other error
+// comes from a service that answers, and so does not count as an outage.
 type Failure interface {
 	error
 	// Kind names the failure in one or two words. During an outage the tracker logs each
-	// kind once.
+	// kind once. It ignores a failure without a name.
 	Kind() string
+	// RetryAfter returns the time for which the service has asked to wait, usually zero.
+	RetryAfter() time.Duration
+}
+
+// Again is the text of a failure that says nothing about the service: of a connection that was closed on purpose,
+// or of a request that has to be made in another way.
+type Again string
+
+// Error implements error.
+func (a Again) Error() string { return string(a) }
+
+// Kind implements Failure.
+func (Again) Kind() string { return "" }
+
+// RetryAfter implements Failure.
+func (Again) RetryAfter() time.Duration { return 0 }
+
+// Passes reports whether err is a Failure.
+func Passes(err error) bool {
+	_, ok := errors.AsType[Failure](err)
+	return ok
 }
 
 // Outage follows several activities that use one service. The service counts as usable
@@ -44,16 +68,37 @@ func NewOutage(name string, onStatus func(error)) *Outage {
 	return &Outage{name: name, onStatus: onStatus, failing: map[string]bool{}}
 }
 
-// Report records the outcome of an activity. It ignores the outcome if ctx has ended,
-// because the end of ctx may be the cause of the error.
+// Retry runs f until it succeeds, or fails with an error that is no Failure, or ctx ends. It returns
+// the last error of f, or the error of ctx. It reports each result as the outcome of the activity.
+func (t *Outage) Retry(ctx context.Context, activity string, b *wait.Backoff, f func() error) error {
+	defer t.Forget(activity)
+	for {
+		err := f()
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		t.Report(ctx, activity, err)
+		failure, passes := errors.AsType[Failure](err)
+		if !passes {
+			return err
+		}
+		if err := b.Wait(ctx, failure.RetryAfter()); err != nil {
+			return err
+		}
+	}
+}
+
+// Report records the outcome of an activity. It ignores the outcome if ctx or that of the error has ended,
+// because that may be the cause of the error, and a Failure without a Kind.
 func (t *Outage) Report(ctx context.Context, activity string, err error) {
-	if ctx.Err() != nil {
+	failure, failed := errors.AsType[Failure](err)
+	if ctx.Err() != nil || errors.Is(err, context.Canceled) || failed && failure.Kind() == "" {
 		return
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	log := klog.FromContext(ctx)
-	if failure, ok := errors.AsType[Failure](err); ok {
+	if failed {
 		t.failing[activity] = true
 		if !slices.Contains(t.kinds, failure.Kind()) { // kinds may alternate
 			t.kinds = append(t.kinds, failure.Kind())
