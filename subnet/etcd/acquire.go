@@ -33,11 +33,10 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 		if err := m.awaitFreeSubnet(ctx, pools, c); err != nil {
 			return fmt.Errorf("wait for a free subnet: %w", err)
 		}
-		unlock, err := m.lock(ctx)
-		if err != nil {
+		if err := m.writing.Acquire(ctx, 1); err != nil {
 			return err
 		}
-		defer unlock()
+		defer m.writing.Release(1)
 		if err := m.acquire(ctx, pools, c); err != nil {
 			return fmt.Errorf("acquire lease: %w", err)
 		}

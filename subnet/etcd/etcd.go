@@ -30,6 +30,8 @@ import (
 	"path"
 	"time"
 
+	"golang.org/x/sync/semaphore"
+
 	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -56,7 +58,7 @@ func newManager(cfg Config) *Manager {
 	cfg.TTL = time.Duration(math.Ceil(cfg.TTL.Seconds())) * time.Second
 	m := &Manager{
 		cfg: cfg, dir: path.Join(cfg.Prefix, "subnets") + "/", timing: defaultTiming(), wall: wall,
-		outage: loglimit.NewOutage("etcd", cfg.OnStatus), undecodable: loglimit.NewChanges(loglimit.Many), writing: make(chan struct{}, 1),
+		outage: loglimit.NewOutage("etcd", cfg.OnStatus), undecodable: loglimit.NewChanges(loglimit.Many), writing: semaphore.NewWeighted(1),
 	}
 
 	m.self.Store(&self{})

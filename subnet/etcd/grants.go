@@ -94,11 +94,10 @@ func (m *Manager) discard(ctx context.Context, id clientv3.LeaseID) {
 func (m *Manager) discardSpare(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
 	defer cancel()
-	unlock, err := m.lock(ctx)
-	if err != nil {
+	if err := m.writing.Acquire(ctx, 1); err != nil {
 		return
 	}
-	defer unlock()
+	defer m.writing.Release(1)
 	m.discard(ctx, m.spare.id)
 	m.spare = grant{}
 }

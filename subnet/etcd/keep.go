@@ -54,11 +54,10 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 // after that. ensure returns subnet.ErrLeaseLost, wrapped, if the key belongs to another
 // node, or is gone and cannot be created because another key has one of its subnets.
 func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (own ownLease, checked int64, err error) {
-	unlock, err := m.lock(ctx)
-	if err != nil {
+	if err := m.writing.Acquire(ctx, 1); err != nil {
 		return own, 0, err
 	}
-	defer unlock()
+	defer m.writing.Release(1)
 	found, checked, err := m.read(ctx, cmp.Or(m.own.key, l.Key))
 	if err != nil {
 		return own, 0, fmt.Errorf("read this host's lease: %w", err)

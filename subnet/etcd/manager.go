@@ -9,6 +9,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sync/semaphore"
+
 	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/subnet"
@@ -26,8 +28,8 @@ type Manager struct {
 	// undecodable limits the log lines about leases that cannot be read.
 	undecodable *loglimit.Changes
 
-	// writing guards own, unanswered and spare: it contains an element while a goroutine uses them.
-	writing chan struct{}
+	// writing guards own, unanswered and spare. Unlike a mutex, it lets a method return when its context ends.
+	writing *semaphore.Weighted
 	own     ownLease
 	// unanswered has the writes of this host's key since own was set, without an answer: the store may have executed
 	// one of them, or may still do so.
@@ -73,14 +75,3 @@ func (m *Manager) Close() error {
 func (m *Manager) Reconnect() { m.client.renew() }
 
 func (m *Manager) configKey() string { return path.Join(m.cfg.Prefix, "config") }
-
-// lock waits until no other goroutine reads or writes this host's lease. The caller must call unlock.
-// lock returns the error of ctx if ctx ends first.
-func (m *Manager) lock(ctx context.Context) (unlock func(), err error) {
-	select {
-	case m.writing <- struct{}{}:
-		return func() { <-m.writing }, nil
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	}
-}

@@ -263,11 +263,10 @@ func (m *Manager) listConfigs(ctx context.Context, names []string) (NetworkConfi
 
 // Release implements subnet.Manager.
 func (m *Manager) Release(ctx context.Context, own subnet.Lease) error {
-	unlock, err := m.lock(ctx)
-	if err != nil {
+	if err := m.writing.Acquire(ctx, 1); err != nil {
 		return err
 	}
-	defer unlock()
+	defer m.writing.Release(1)
 	m.own = ownLease{}
 	m.unanswered = nil
 
@@ -280,7 +279,7 @@ func (m *Manager) Release(ctx context.Context, own subnet.Lease) error {
 		id = found.leaseID
 	}
 
-	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		_, err := c.Revoke(ctx, id) // the store deletes all keys with it, also one of a superseded configuration
 		return err
 	})

@@ -13,11 +13,10 @@ import (
 // public address is not known yet, it finds the lease with the subnet that the node had. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (c subnet.Claim, err error) {
 	err = m.retry(ctx, sourceLease, func() error {
-		unlock, err := m.lock(ctx)
-		if err != nil {
+		if err := m.writing.Acquire(ctx, 1); err != nil {
 			return err
 		}
-		defer unlock()
+		defer m.writing.Release(1)
 		c, err = m.recall(ctx, own)
 		return err
 	})

@@ -46,9 +46,9 @@ func (m *Manager) claimGrant(id clientv3.LeaseID) {
 func (m *Manager) Resumed(own subnet.Lease) {
 	m.resumed.Store(&own)
 	if own.LeaseID != 0 {
-		m.writing <- struct{}{}
+		_ = m.writing.Acquire(context.Background(), 1) // this context does not end
 		m.claimGrant(clientv3.LeaseID(own.LeaseID))
-		<-m.writing
+		m.writing.Release(1)
 	}
 }
 
