@@ -94,9 +94,7 @@ func (a *Admin) Entries(ctx context.Context, ttl bool) ([]subnet.Entry, error) {
 	found := make([]subnet.Entry, 0, len(l.entries))
 	for _, e := range l.entries {
 		out := subnet.Entry{Lease: e.lease, Err: e.err}
-		out.Lease.Key = e.key
-		out.Lease.Permanent = e.leaseID == 0
-		if ttl && e.leaseID != 0 {
+		if ttl && e.leased() {
 			if out.TTL, err = a.left(ctx, e.leaseID); err != nil {
 				return nil, fmt.Errorf("ask how long %s is good for: %w", e.key, err)
 			}

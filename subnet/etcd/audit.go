@@ -5,6 +5,7 @@ package etcd
 import (
 	"context"
 	"errors"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"time"
@@ -51,23 +52,15 @@ func (m *Manager) audit(ctx context.Context, cache *leaseCache, sink func(subnet
 	}
 	cache.auditAt = time.Time{}
 
-	var wrong []string
 	right := byKey(l.entries)
-	for key, is := range right {
-		if was := cache.entries[key]; was == nil || !alike(was, is) {
-			wrong = append(wrong, key)
-		}
-	}
-	for key := range cache.entries {
-		if right[key] == nil {
-			wrong = append(wrong, key)
-		}
-	}
+	both := maps.Clone(cache.entries)
+	maps.Copy(both, right)
+	maps.DeleteFunc(both, func(key string, _ *entry) bool { return alike(cache.entries[key], right[key]) })
+	wrong := slices.Sorted(maps.Keys(both))
 	if len(wrong) == 0 {
 		return
 	}
 
-	slices.Sort(wrong)
 	klog.FromContext(ctx).Error(nil, "leases of the last known state differed from those of etcd and were corrected", "leases", len(wrong), "first", subnet.Shorten(wrong[0]))
 	if m.cfg.OnRepaired != nil {
 		m.cfg.OnRepaired(len(wrong))
@@ -76,7 +69,7 @@ func (m *Manager) audit(ctx context.Context, cache *leaseCache, sink func(subnet
 	sink(cache.update(m.self.Load(), nil))
 }
 
-// alike reports whether two entries of one key are the same.
+// alike reports whether two entries of one key are the same. An entry is nil if there is none.
 func alike(was, is *entry) bool {
-	return was.is(is.modRevision, is.leaseID) && (was.err == nil) == (is.err == nil) && was.lease.Same(&is.lease)
+	return was != nil && is != nil && was.is(is.modRevision, is.leaseID) && (was.err == nil) == (is.err == nil) && was.lease.Same(&is.lease)
 }

@@ -98,6 +98,9 @@ func newClient(cfg Config, t *timing) (*client, error) {
 			// of the work.
 			grpc.WithStaticStreamWindowSize(window),
 			grpc.WithStaticConnWindowSize(window),
+			// For calls that are not made by the functions of the library. Otherwise gRPC would refuse
+			// answers of more than 4 MB.
+			grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(math.MaxInt32)),
 			// Without these interceptors the library would wait for a connection, and so hide the
 			// reason why there is none.
 			grpc.WithChainUnaryInterceptor(failFastUnary),
@@ -413,28 +416,9 @@ func (c *client) renew() {
 	}
 }
 
-func (c *client) close() error {
+func (c *client) close() {
 	c.end()
-	c.mu.Lock()
-	conn := c.conn
-	c.conn = nil
-	c.mu.Unlock()
-	if c.login != nil {
-		c.login.wait()
-	}
-	if conn == nil {
-		return nil
-	}
-	if err := conn.Close(); err != nil && !errors.Is(err, context.Canceled) {
-		return fmt.Errorf("close etcd client: %w", err)
-	}
-	return nil
-}
-
-// callOptions returns the options of gRPC calls that are not made by the functions of etcd's
-// library. Without these options gRPC would refuse answers of more than 4 MB.
-func callOptions() []grpc.CallOption {
-	return []grpc.CallOption{grpc.MaxCallRecvMsgSize(math.MaxInt32)}
+	c.renew()
 }
 
 // keepAlive renews an etcd lease once and returns its TTL. It returns rpctypes.ErrLeaseNotFound if the
@@ -442,7 +426,7 @@ func callOptions() []grpc.CallOption {
 func keepAlive(ctx context.Context, conn *clientv3.Client, id clientv3.LeaseID) (time.Duration, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	stream, err := pb.NewLeaseClient(conn.ActiveConnection()).LeaseKeepAlive(ctx, callOptions()...)
+	stream, err := pb.NewLeaseClient(conn.ActiveConnection()).LeaseKeepAlive(ctx)
 	if err != nil {
 		return 0, rpctypes.Error(err)
 	}

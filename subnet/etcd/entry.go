@@ -16,7 +16,7 @@ import (
 type entry struct {
 	key                         string         // last component
 	subnets                     []netip.Prefix // from the key; nil if the key cannot be read
-	lease                       subnet.Lease   // if err is nil
+	lease                       subnet.Lease   // without endpoints if it cannot be read
 	err                         error          // why the lease cannot be read
 	sum                         uint64         // hash of the value; zero: the entry comes from the last known state
 	createRevision, modRevision int64
@@ -25,14 +25,6 @@ type entry struct {
 
 // leased reports whether e is a lease that expires, not a reservation.
 func (e *entry) leased() bool { return e.leaseID != 0 }
-
-// problem returns the text of err. It is empty if there is none, or e is nil.
-func (e *entry) problem() string {
-	if e == nil || e.err == nil {
-		return ""
-	}
-	return e.err.Error()
-}
 
 // is reports whether e was written at that revision and with that etcd lease. Unlike a revision,
 // the id of an etcd lease does not come again in a store that was emptied.

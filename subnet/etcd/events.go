@@ -39,9 +39,10 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 		changed = append(changed, e.key)
 		if ev.Type == mvccpb.DELETE {
 			delete(cache.entries, e.key)
+			delete(cache.problems, e.key)
 			continue
 		}
-		m.logUndecodable(ctx, cache.entries[e.key], e)
+		m.logUndecodable(ctx, cache.problems, e)
 		cache.entries[e.key] = e
 	}
 
@@ -55,12 +56,16 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 }
 
 // logUndecodable logs when a lease becomes unreadable, when the reason changes, and when the lease
-// can be read again. before is the former entry, or nil if there was none.
-func (m *Manager) logUndecodable(ctx context.Context, before, now *entry) {
-	is := now.problem()
-	if is == before.problem() {
+// can be read again. problems has the reasons that were logged before, by key, and gets the present one.
+func (m *Manager) logUndecodable(ctx context.Context, problems map[string]string, now *entry) {
+	is := ""
+	if now.err != nil {
+		is = now.err.Error()
+	}
+	if is == problems[now.key] {
 		return
 	}
+	problems[now.key] = is
 
 	log, ok := m.undecodable.Next(klog.FromContext(ctx))
 	switch {

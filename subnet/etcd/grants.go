@@ -50,7 +50,7 @@ func (m *Manager) grantFor(ctx context.Context, id clientv3.LeaseID) (grant, err
 // leave an etcd lease in the store.
 func (m *Manager) grantLease(ctx context.Context, conn *clientv3.Client, id clientv3.LeaseID) (time.Duration, error) {
 	r := &pb.LeaseGrantRequest{ID: int64(id), TTL: int64(m.cfg.TTL.Seconds())}
-	resp, err := pb.NewLeaseClient(conn.ActiveConnection()).LeaseGrant(ctx, r, callOptions()...)
+	resp, err := pb.NewLeaseClient(conn.ActiveConnection()).LeaseGrant(ctx, r)
 	switch err = rpctypes.Error(err); {
 	case errors.Is(err, rpctypes.ErrLeaseExist):
 		return keepAlive(ctx, conn, id)

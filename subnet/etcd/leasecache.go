@@ -33,9 +33,8 @@ type leaseCache struct {
 	// marked is the number of leases that the store had, according to a last known state which the store has not
 	// confirmed yet. It is zero in all other caches.
 	marked         int64
-	configRevision int64 // revision up to which the configuration is known
-	// logged has the entries of the last watch, which has logged those that cannot be read.
-	logged map[string]*entry
+	configRevision int64             // revision up to which the configuration is known
+	problems       map[string]string // by key, why a lease cannot be read, as Watch has logged it
 	// auditAt is when to audit a cache that was restored from the last known state. It is zero if all entries were
 	// read in this run, or an audit has compared them.
 	auditAt time.Time
@@ -59,7 +58,7 @@ func newLeaseCache(cfg Config) *leaseCache {
 			continue
 		}
 
-		e := lastKnown(p.Lease)
+		e := newEntry(p.Lease)
 		named, err := codec.ParseKey(e.key)
 		if err != nil || !slices.Equal(named, e.subnets) || e.key == cfg.Own.Key || e.modRevision == 0 ||
 			e.leased() == p.Lease.Permanent {
@@ -68,13 +67,13 @@ func newLeaseCache(cfg Config) *leaseCache {
 		c.entries[e.key] = e
 	}
 	if cfg.Own.Key != "" {
-		c.entries[cfg.Own.Key] = lastKnown(cfg.Own)
+		c.entries[cfg.Own.Key] = newEntry(cfg.Own)
 	}
 	return c
 }
 
-// lastKnown returns the entry of a lease in the last known state. That of this host's lease has no modRevision.
-func lastKnown(l subnet.Lease) *entry {
+// newEntry returns the entry of a lease. That of this host's lease in the last known state has no modRevision.
+func newEntry(l subnet.Lease) *entry {
 	return &entry{
 		key: l.Key, lease: l, subnets: l.Subnets(), leaseID: clientv3.LeaseID(l.LeaseID),
 		createRevision: int64(l.Order), modRevision: int64(l.Claimed),
@@ -86,16 +85,9 @@ func lastKnown(l subnet.Lease) *entry {
 func (c *leaseCache) successor(l listing, is comparison) *leaseCache {
 	wentBack := c.store.ID == l.store.ID && l.store.Revision < c.store.Revision
 	return &leaseCache{
-		entries: byKey(l.entries), store: l.store, read: time.Now(), logged: c.logged, gracePeriod: c.gracePeriod,
+		entries: byKey(l.entries), store: l.store, read: time.Now(), problems: c.problems, gracePeriod: c.gracePeriod,
 		another: c.another || is == another || wentBack || !c.mayPrecede(l),
 	}
-}
-
-// clone returns a copy that can be changed. The entries do not change.
-func (c *leaseCache) clone() *leaseCache {
-	copied := new(*c)
-	copied.entries = maps.Clone(c.entries)
-	return copied
 }
 
 func byKey(entries []*entry) map[string]*entry {

@@ -28,17 +28,12 @@ func (m *Manager) keyOf(kv *mvccpb.KeyValue) string {
 }
 
 func (m *Manager) entry(kv *mvccpb.KeyValue) *entry {
-	e := &entry{
-		key:            m.keyOf(kv),
-		sum:            maphash.Bytes(seed, kv.Value),
-		createRevision: kv.CreateRevision,
-		modRevision:    kv.ModRevision,
-		leaseID:        clientv3.LeaseID(kv.Lease),
-	}
-	if e.subnets, e.err = codec.ParseKey(e.key); e.err != nil {
+	key := m.keyOf(kv)
+	e := newEntry(subnet.Lease{Key: key, Order: uint64(kv.CreateRevision), Claimed: uint64(kv.ModRevision), Permanent: kv.Lease == 0, LeaseID: kv.Lease})
+	e.sum = maphash.Bytes(seed, kv.Value)
+	if e.subnets, e.err = codec.ParseKey(key); e.err != nil {
 		return e
 	}
-	e.lease = subnet.Lease{Key: e.key, Order: uint64(kv.CreateRevision), Claimed: uint64(kv.ModRevision), Permanent: kv.Lease == 0, LeaseID: kv.Lease}
 	var c subnet.Claim
 	c, e.err = codec.Decode(e.subnets, kv.Value)
 	e.lease.BackendType = c.BackendType

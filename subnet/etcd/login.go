@@ -33,7 +33,6 @@ type login struct {
 	token   string        // empty if etcd does not require one
 	valid   bool          // false: the next request needs a login
 	worked  bool          // a request has succeeded since the last login began
-	before  bool          // a login was started before
 	err     error         // the error of the last login; nil if it succeeded
 	running chan struct{} // closed when the login in progress ends; nil if there is none
 }
@@ -78,10 +77,9 @@ func (l *login) start(life context.Context) (valid bool, token string, running c
 		case l.worked:
 			l.retry.Reset()
 			pause = l.turn
-		case l.before: // the last login failed, or no request has succeeded with its token
+		case l.err != nil, l.token != "": // the last login failed, or no request has succeeded with its token
 			pause = func(ctx context.Context) error { return l.retry.Wait(ctx, 0) }
 		}
-		l.before = true
 		l.worked = false
 		go l.run(life, pause)
 	}
@@ -121,16 +119,6 @@ func (l *login) observe(token string, err error) bool {
 	return false
 }
 
-// wait blocks until no login is in progress.
-func (l *login) wait() {
-	l.mu.Lock()
-	running := l.running
-	l.mu.Unlock()
-	if running != nil {
-		<-running
-	}
-}
-
 // refused reports whether err means that etcd has refused the token of a request. In that case etcd
 // has not executed the request.
 func refused(err error) bool {
@@ -141,12 +129,10 @@ func refused(err error) bool {
 // GetRequestMetadata implements credentials.PerRPCCredentials. A login is sent without a token,
 // because etcd 3.4 refuses a login with an expired token.
 func (l *login) GetRequestMetadata(ctx context.Context, _ ...string) (map[string]string, error) {
-	if info, ok := credentials.RequestInfoFromContext(ctx); ok && info.Method == pb.Auth_Authenticate_FullMethodName {
-		return nil, nil //nolint:nilnil // no metadata is valid
-	}
+	info, _ := credentials.RequestInfoFromContext(ctx)
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.token == "" {
+	if l.token == "" || info.Method == pb.Auth_Authenticate_FullMethodName {
 		return nil, nil //nolint:nilnil // no metadata is valid
 	}
 	return map[string]string{rpctypes.TokenFieldNameGRPC: l.token}, nil

@@ -63,10 +63,10 @@ func (*Manager) Location(context.Context) (string, error) { return "", nil }
 // Close ends the connection. Methods that are still running return an error. Close does nothing for
 // a manager that Network returned.
 func (m *Manager) Close() error {
-	if m.guest {
-		return nil
+	if !m.guest {
+		m.client.close()
 	}
-	return m.client.close()
+	return nil
 }
 
 // Reconnect closes the connection. The next request makes a new one. The caller must call Reconnect

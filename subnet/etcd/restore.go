@@ -31,7 +31,10 @@ func (c *leaseCache) isFresh() bool { return !c.stale && time.Since(c.read) < st
 func (m *Manager) leases(ctx context.Context) (listing, error) {
 	cache := m.cache.Load()
 	if !cache.isFresh() || m.own.revision > cache.store.Revision {
-		now, err := m.renewed(ctx, cache)
+		now, is, err := m.restore(ctx, cache)
+		if err == nil && is != same {
+			now, err = m.relist(ctx, cache, is)
+		}
 		if err != nil {
 			return listing{}, err
 		}
@@ -39,16 +42,6 @@ func (m *Manager) leases(ctx context.Context) (listing, error) {
 		m.cache.Store(cache)
 	}
 	return cache.listing(), nil
-}
-
-// renewed returns the cache brought up to date, or a new one from a list if the store is not the same, or that is not
-// known.
-func (m *Manager) renewed(ctx context.Context, cache *leaseCache) (*leaseCache, error) {
-	now, is, err := m.restore(ctx, cache)
-	if err != nil || is == same {
-		return now, err
-	}
-	return m.relist(ctx, cache, is)
 }
 
 // relist lists all leases, and returns the cache that replaces the present one. is is the result of the comparison of

@@ -508,7 +508,7 @@ func TestRevisionWaitsForAllEvents(t *testing.T) {
 			if strings.Contains(tc.script, "9000") {
 				head = 1200
 			}
-			cache := &leaseCache{entries: map[string]*entry{}, store: subnet.StoreID{ID: "1", Revision: 10}}
+			cache := &leaseCache{entries: map[string]*entry{}, problems: map[string]string{}, store: subnet.StoreID{ID: "1", Revision: 10}}
 			s := &stream{answersEarly: tc.early}
 			for line := range strings.SplitSeq(strings.TrimSpace(tc.script), "\n") {
 				if cache.store.Revision >= head {

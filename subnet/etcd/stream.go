@@ -102,7 +102,7 @@ type brokenError struct{ error }
 // open starts a stream and begins to watch keys. A key that ends in a slash stands for all keys
 // below it.
 func open(ctx context.Context, conn *connection, keys []string, next int64) (*stream, error) {
-	watch, err := pb.NewWatchClient(conn.ActiveConnection()).Watch(ctx, callOptions()...)
+	watch, err := pb.NewWatchClient(conn.ActiveConnection()).Watch(ctx)
 	if err != nil {
 		return nil, &brokenError{err}
 	}

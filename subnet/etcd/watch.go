@@ -5,6 +5,7 @@ package etcd
 import (
 	"context"
 	"errors"
+	"maps"
 	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
@@ -15,14 +16,11 @@ import (
 
 // Watch publishes the leases of other nodes. See subnet.Manager.
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
-	cache := m.cache.Swap(&leaseCache{}).clone()
-	published := false // sink has got the leases of the cache
-	defer func() {
-		if published {
-			cache.logged = cache.entries
-		}
-		m.cache.Store(cache)
-	}()
+	cache := new(*m.cache.Swap(&leaseCache{})) // Recall or Acquire may still read the former one
+	cache.entries = maps.Clone(cache.entries)
+	cache.problems = maps.Collect(maps.All(cache.problems)) // never nil
+	published := false                                      // sink has got the leases of the cache
+	defer func() { m.cache.Store(cache) }()
 
 	return m.retry(ctx, sourceWatch, func() error {
 		next, err := m.resume(ctx, cache, published, sink)
@@ -87,14 +85,10 @@ func (m *Manager) resume(
 
 	next.contact(time.Now(), m.cfg.margin(m.cfg.TTL), m.timing.gracePeriod)
 	if !published || next != cache {
-		logged := cache.logged
-		if published {
-			logged = cache.entries
+		maps.DeleteFunc(next.problems, func(key, _ string) bool { return next.entries[key] == nil })
+		for _, e := range next.entries {
+			m.logUndecodable(ctx, next.problems, e)
 		}
-		for key, e := range next.entries {
-			m.logUndecodable(ctx, logged[key], e)
-		}
-		next.logged = nil
 
 		m.client.hosts.Store(next.count())
 		sink(next.update(m.self.Load(), nil))

@@ -569,9 +569,10 @@ func TestGarbageDoesNotFillTheLog(t *testing.T) {
 	m := newManager(Config{})
 	ctx, book := withLog(t.Context())
 	good, bad := &entry{key: "10.5.1.0-24"}, &entry{key: "10.5.1.0-24", err: errors.New("wrong")}
+	problems := map[string]string{}
 	for range 2 * loglimit.Many {
-		m.logUndecodable(ctx, good, bad)
-		m.logUndecodable(ctx, bad, good)
+		m.logUndecodable(ctx, problems, bad)
+		m.logUndecodable(ctx, problems, good)
 	}
 	if n := len(book.lines()); n != loglimit.Many {
 		t.Errorf("%d lines, want %d", n, loglimit.Many)
