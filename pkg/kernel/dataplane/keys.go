@@ -9,25 +9,10 @@ import "net/netip"
 // and addresses.
 type keys map[any]struct{}
 
-// key identifies an object. All routes to a destination have the same key.
-func key(o Object) any {
-	switch o := o.(type) {
-	case Link:
-		return o.Name
-	case Neigh:
-		return o.NeighKey
-	case FDB:
-		return o.FDBKey
-	case Route:
-		return o.Dst
-	}
-	return o
-}
-
-func (k keys) add(o Object) { k[key(o)] = struct{}{} }
+func (k keys) add(o Object) { k[o.key()] = struct{}{} }
 
 func (k keys) has(o Object) bool {
-	_, ok := k[key(o)]
+	_, ok := k[o.key()]
 	return ok
 }
 

@@ -108,6 +108,15 @@ func (l Link) Compatible(want Link) bool {
 		a.Local.Is6() == b.Local.Is6() && l.Tunnel.Foreign == want.Tunnel.Foreign
 }
 
+// same reports whether l is as want says. If want keeps the kernel's checksum offload, any is right: Read
+// fills it in if Scope.TxChecksum is set.
+func (l Link) same(want Link) bool {
+	if want.TxChecksum == OffloadAuto {
+		l.TxChecksum = OffloadAuto
+	}
+	return l == want
+}
+
 // Addr is an IPv4 or IPv6 address on a device, with its prefix length. Prefix contains the
 // host bits.
 type Addr struct {

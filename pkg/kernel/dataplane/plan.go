@@ -33,8 +33,8 @@ func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Ch
 	p.puts = make([]Op, 0, max(0, want.len()-have.len()))
 	p.links()
 	p.addrs()
-	planMap(&p, p.have.Neighs, p.want.Neighs, func(n Neigh) string { return n.Dev })
-	planMap(&p, p.have.FDB, p.want.FDB, func(f FDB) string { return f.Dev })
+	planMap(&p, p.have.Neighs, p.want.Neighs)
+	planMap(&p, p.have.FDB, p.want.FDB)
 	p.routes()
 	slices.Reverse(p.deletes)
 	return Changes{Ops: append(slices.Insert(p.puts, 0, p.first...), p.deletes...), Taken: p.taken, Refused: p.refused}
@@ -62,13 +62,7 @@ func (p *planner) links() {
 	for _, name := range slices.Sorted(maps.Keys(p.want.Links)) {
 		w := p.want.Links[name]
 		h, ok := p.have.Links[name]
-
-		// Any setting is right then. have contains the kernel's if Scope.TxChecksum is set.
-		if w.TxChecksum == OffloadAuto {
-			h.TxChecksum = OffloadAuto
-		}
-
-		if h == w {
+		if h.same(w) {
 			continue
 		}
 		if ok && !h.Compatible(w) {
@@ -87,7 +81,7 @@ func (p *planner) addrs() {
 	}
 
 	for a := range p.have.Addrs {
-		if _, wanted := p.want.Addrs[a]; wanted || p.isReplaced(a.Dev) || !p.scope.has(a) {
+		if _, wanted := p.want.Addrs[a]; wanted || p.isReplaced(a.Dev) || !a.belongsTo(p.scope) {
 			continue
 		}
 		if p.inTheWay(a) {
@@ -124,14 +118,14 @@ type object interface {
 }
 
 // planMap plans neighbours or FDB entries.
-func planMap[K comparable, V object](p *planner, have, want map[K]V, dev func(V) string) {
+func planMap[K comparable, V object](p *planner, have, want map[K]V) {
 	for k, w := range want {
-		if have[k] != w || p.isReplaced(dev(w)) {
+		if have[k] != w || p.isReplaced(w.Device()) {
 			p.put(w)
 		}
 	}
 	for k, h := range have {
-		if _, ok := want[k]; !ok && p.sweep && p.scope.device(dev(h)) && !p.isReplaced(dev(h)) {
+		if _, ok := want[k]; !ok && p.sweep && p.scope.device(h.Device()) && !p.isReplaced(h.Device()) {
 			p.del(h)
 		}
 	}

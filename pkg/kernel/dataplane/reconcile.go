@@ -138,12 +138,12 @@ type Count struct {
 func (r *Reconciler) Counts() map[string]Count {
 	counts := map[string]Count{}
 	for o := range r.want.All() {
-		c := counts[kind(o)]
+		c := counts[o.kind()]
 		c.Wanted++
 		if r.Has(o) {
 			c.Present++
 		}
-		counts[kind(o)] = c
+		counts[o.kind()] = c
 	}
 	return counts
 }

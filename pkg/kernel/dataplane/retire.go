@@ -18,14 +18,14 @@ func PlanRetire(ctx context.Context, k Kernel, former, present Scope) ([]Op, err
 	var links []Op
 	var deleted []string
 	for _, name := range slices.Sorted(maps.Keys(have.Links)) {
-		if l := have.Links[name]; l.ours() && !present.has(l) {
+		if l := have.Links[name]; l.ours() && !l.belongsTo(present) {
 			links = append(links, Op{Delete: true, Object: l})
 			deleted = append(deleted, name)
 		}
 	}
 
 	ops := slices.DeleteFunc(Plan(have, NewState(), former, nil, true).Ops, func(op Op) bool {
-		return present.has(op.Object) || slices.Contains(deleted, DeviceOf(op.Object))
+		return op.Object.belongsTo(present) || slices.Contains(deleted, op.Object.Device())
 	})
 	return append(ops, links...), nil
 }

@@ -50,18 +50,10 @@ func (s Scope) Covers(other Scope) bool {
 		!slices.ContainsFunc(other.Networks, func(n netip.Prefix) bool { return !s.InNetworks(n) })
 }
 
-func (s Scope) has(o Object) bool {
-	switch o := o.(type) {
-	case Link:
-		return s.device(o.Name)
-	case Addr:
-		return s.device(o.Dev) && s.InNetworks(prefix.Host(o.Prefix.Addr()))
-	case Neigh:
-		return s.device(o.Dev) && s.InNetworks(prefix.Host(o.IP))
-	case FDB:
-		return s.device(o.Dev)
-	case Route:
-		return s.Shows(o)
-	}
-	return false
+func (l Link) belongsTo(s Scope) bool { return s.device(l.Name) }
+func (a Addr) belongsTo(s Scope) bool {
+	return s.device(a.Dev) && s.InNetworks(prefix.Host(a.Prefix.Addr()))
 }
+func (n Neigh) belongsTo(s Scope) bool { return s.device(n.Dev) && s.InNetworks(prefix.Host(n.IP)) }
+func (f FDB) belongsTo(s Scope) bool   { return s.device(f.Dev) }
+func (r Route) belongsTo(s Scope) bool { return s.Shows(r) }

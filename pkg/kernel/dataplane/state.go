@@ -18,39 +18,16 @@ import (
 // Object is a Link, Addr, Neigh, FDB or Route.
 type Object interface {
 	fmt.Stringer
+	// Device returns the name of the device that the object is on. It returns "" for a Link
+	// and for a route without a device.
+	Device() string
+
+	kind() string
+	key() any // identifies the object; all routes to a destination have the same key
 	addTo(State)
 	removeFrom(State)
-}
-
-// DeviceOf returns the name of the device that o is on. It returns "" for a Link and for a
-// route without a device.
-func DeviceOf(o Object) string {
-	switch o := o.(type) {
-	case Addr:
-		return o.Dev
-	case Neigh:
-		return o.Dev
-	case FDB:
-		return o.Dev
-	case Route:
-		return o.Dev
-	}
-	return ""
-}
-
-func kind(o Object) string {
-	switch o.(type) {
-	case Link:
-		return "link"
-	case Addr:
-		return "address"
-	case Neigh:
-		return "neighbour"
-	case FDB:
-		return "fdb"
-	default:
-		return "route"
-	}
+	in(State) bool // the state contains exactly this object
+	belongsTo(Scope) bool
 }
 
 // State is the part of the kernel's network configuration that flanneld manages: either
@@ -193,11 +170,7 @@ func (s State) All() iter.Seq[Object] {
 func (s State) serves(o Object) bool {
 	switch o := o.(type) {
 	case Link:
-		have := s.Links[o.Name]
-		if o.TxChecksum == OffloadAuto {
-			have.TxChecksum = OffloadAuto
-		}
-		return have == o
+		return s.Links[o.Name].same(o)
 	case Route:
 		return slices.ContainsFunc(s.Routes[o.Dst], func(have Route) bool { return have.same(o) })
 	}
@@ -205,21 +178,43 @@ func (s State) serves(o Object) bool {
 }
 
 // Has reports whether the state contains exactly o.
-func (s State) Has(o Object) (ok bool) {
-	switch o := o.(type) {
-	case Link:
-		ok = s.Links[o.Name] == o
-	case Addr:
-		_, ok = s.Addrs[o]
-	case Neigh:
-		ok = s.Neighs[o.NeighKey] == o
-	case FDB:
-		ok = s.FDB[o.FDBKey] == o
-	case Route:
-		ok = slices.Contains(s.Routes[o.Dst], o)
-	}
+func (s State) Has(o Object) bool { return o.in(s) }
+
+// Device implements Object.
+func (Link) Device() string { return "" }
+
+// Device implements Object.
+func (a Addr) Device() string { return a.Dev }
+
+// Device implements Object.
+func (n Neigh) Device() string { return n.Dev }
+
+// Device implements Object.
+func (f FDB) Device() string { return f.Dev }
+
+// Device implements Object.
+func (r Route) Device() string { return r.Dev }
+
+func (Link) kind() string  { return "link" }
+func (Addr) kind() string  { return "address" }
+func (Neigh) kind() string { return "neighbour" }
+func (FDB) kind() string   { return "fdb" }
+func (Route) kind() string { return "route" }
+
+func (l Link) key() any  { return l.Name }
+func (a Addr) key() any  { return a }
+func (n Neigh) key() any { return n.NeighKey }
+func (f FDB) key() any   { return f.FDBKey }
+func (r Route) key() any { return r.Dst }
+
+func (l Link) in(s State) bool { return s.Links[l.Name] == l }
+func (a Addr) in(s State) bool {
+	_, ok := s.Addrs[a]
 	return ok
 }
+func (n Neigh) in(s State) bool { return s.Neighs[n.NeighKey] == n }
+func (f FDB) in(s State) bool   { return s.FDB[f.FDBKey] == f }
+func (r Route) in(s State) bool { return slices.Contains(s.Routes[r.Dst], r) }
 
 func (l Link) addTo(s State)  { s.Links[l.Name] = l }
 func (a Addr) addTo(s State)  { s.Addrs[a] = struct{}{} }

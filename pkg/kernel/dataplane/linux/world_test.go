@@ -160,7 +160,7 @@ func (w *world) append(o dataplane.Object) error {
 	if r, ok := o.(dataplane.Route); ok {
 		return w.appendRoute(r)
 	}
-	index, err := w.index(dataplane.DeviceOf(o))
+	index, err := w.index(o.Device())
 	if err != nil {
 		return err
 	}
@@ -376,7 +376,7 @@ func (w *world) removeOne(o dataplane.Object) error {
 		return w.request(func(m *message) { m.begin(unix.RTM_DELLINK, 0, ifinfomsg(index)...) })
 	}
 	index := 0
-	if dev := dataplane.DeviceOf(o); dev != "" {
+	if dev := o.Device(); dev != "" {
 		var err error
 		if index, err = w.index(dev); err != nil {
 			return err

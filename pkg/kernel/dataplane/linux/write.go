@@ -50,7 +50,7 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 	ready := make([]*dataplane.Op, 0, len(ops))
 	for i := range ops {
 		op := &ops[i]
-		dev := dataplane.DeviceOf(op.Object)
+		dev := op.Object.Device()
 		if _, ok := indexes[dev]; !ok {
 			index, err := k.linkIndex(dev)
 			if err != nil {
@@ -72,7 +72,7 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 
 	k.provideNexthops(ctx, ready, indexes)
 	errs := k.sock.send(ctx, len(ready), func(i int, m *message) {
-		encode(m, ready[i], indexes[dataplane.DeviceOf(ready[i].Object)])
+		encode(m, ready[i], indexes[ready[i].Object.Device()])
 	})
 	k.detour(ctx, ready, indexes, errs)
 	done := ready[:0]
