@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
 
@@ -127,6 +128,19 @@ type Applier interface {
 	Apply(ctx context.Context, policies ...Policy) (changed bool, err error)
 }
 
+// ApplyFamilies implements Applier.Apply: it calls apply with the table of each family that the policies concern.
+func ApplyFamilies(policies []Policy, apply func(t Table) (changed bool, err error)) (changed bool, err error) {
+	var errs []error
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		if t := TableOf(f, policies...); t.Concerns() {
+			wrote, err := apply(t)
+			changed = changed || wrote
+			errs = append(errs, err)
+		}
+	}
+	return changed, oneline.Join(errs...)
+}
+
 // Place identifies a chain of nftables by the name of its table and its own name.
 type Place struct{ Table, Chain string }
 
@@ -156,16 +170,6 @@ func (t Table) Concerns() bool { return len(t.Own) > 0 }
 
 // Wanted reports whether the table contains any rules.
 func (t Table) Wanted() bool { return len(t.rules) > 0 }
-
-// Rules returns all rules that chain c should contain if no other daemon has rules in it:
-// the rules at its head that all daemons share (see common), and those of t. It returns nil
-// if t has no rules for the chain.
-func (t Table) Rules(c Chain) []Rule {
-	if len(t.rules[c]) == 0 {
-		return nil
-	}
-	return slices.Concat(common(c), t.rules[c])
-}
 
 // notMulticast leaves out multicast addresses, which are never masqueraded.
 var notMulticast = map[prefix.Family]Match{

@@ -51,7 +51,7 @@ func TestRules(t *testing.T) {
 		},
 	} {
 		var got []string
-		for _, r := range plain.Table(f).Rules(firewall.Postrouting) {
+		for _, r := range firewalltest.Rules(plain.Table(f), firewall.Postrouting) {
 			got = append(got, text(r))
 		}
 		if diff := cmp.Diff(want, got); diff != "" {
@@ -59,7 +59,7 @@ func TestRules(t *testing.T) {
 		}
 	}
 	none := firewall.Policy{Networks: plain.Networks}.Table(prefix.IPv4)
-	if rules := append(none.Rules(firewall.Postrouting), none.Rules(firewall.Forward)...); rules != nil || !none.Concerns() {
+	if rules := append(firewalltest.Rules(none, firewall.Postrouting), firewalltest.Rules(none, firewall.Forward)...); rules != nil || !none.Concerns() {
 		t.Errorf("rules with everything disabled: %v, want none", rules)
 	}
 }
@@ -99,7 +99,7 @@ func TestGuard(t *testing.T) {
 	} {
 		var got []string
 		for _, c := range []firewall.Chain{firewall.GuardForward, firewall.GuardInput} {
-			for _, r := range tc.policy.Table(tc.family).Rules(c) {
+			for _, r := range firewalltest.Rules(tc.policy.Table(tc.family), c) {
 				got = append(got, text(r))
 			}
 		}
@@ -119,7 +119,7 @@ func TestSeveralPolicies(t *testing.T) {
 		}
 	}
 	red, green := of("10.5.0.0/16", "10.5.1.0/24", "10.6.0.0/16"), of("10.6.0.0/16", "10.6.1.0/24", "10.5.0.0/16")
-	both := firewall.TableOf(prefix.IPv4, red, green).Rules(firewall.Postrouting)
+	both := firewalltest.Rules(firewall.TableOf(prefix.IPv4, red, green), firewall.Postrouting)
 	var got []string
 	for _, r := range both {
 		got = append(got, text(r))
@@ -155,12 +155,12 @@ func TestArrange(t *testing.T) {
 	p.NonMasquerade = []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")} // the network of the first daemon
 	two := p.Table(prefix.IPv4)
 	of := func(t firewall.Table) (rules []*firewall.Rule) {
-		for _, r := range t.Rules(firewall.Postrouting)[1:] {
+		for _, r := range firewalltest.Rules(t, firewall.Postrouting)[1:] {
 			rules = append(rules, &r)
 		}
 		return rules
 	}
-	mark := one.Rules(firewall.Postrouting)[:1]
+	mark := firewalltest.Rules(one, firewall.Postrouting)[:1]
 	ours, theirs, head := of(one), of(two), []*firewall.Rule{&mark[0]}
 	chain := func(parts ...[]*firewall.Rule) (all []*firewall.Rule) {
 		for _, p := range parts {

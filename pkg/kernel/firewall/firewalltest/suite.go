@@ -55,6 +55,12 @@ func guard(p firewall.Policy, tunnels ...firewall.Payload) firewall.Policy {
 	return p
 }
 
+// Rules returns all rules that chain c should contain if no other daemon has rules in it.
+func Rules(t firewall.Table, c firewall.Chain) []firewall.Rule {
+	a := t.Arrange(c, nil)
+	return slices.Concat(a.Common, a.Own)
+}
+
 func network(n, s string) firewall.Network {
 	return firewall.Network{Network: netip.MustParsePrefix(n), Subnet: netip.MustParsePrefix(s)}
 }

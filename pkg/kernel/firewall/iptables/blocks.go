@@ -31,14 +31,8 @@ func Blocks(ctx context.Context, packets []firewall.Packet) (blocks []firewall.B
 				errs = append(errs, err)
 				continue
 			}
-			for _, p := range of {
-				if b, ok := blocked(text, p); ok {
-					b.Program = v.Program(f)
-					blocks = append(blocks, b)
-				}
-			}
-			for _, p := range firewall.ToPorts(of, parseSave(text)["nat"].redirected()) {
-				if b, ok := blocked(text, p); ok && b.Redirects {
+			for i, p := range slices.Concat(of, firewall.ToPorts(of, parseSave(text)["nat"].redirected())) {
+				if b, ok := blocked(text, p); ok && (b.Redirects || i < len(of)) {
 					b.Program = v.Program(f)
 					blocks = append(blocks, b)
 				}
@@ -73,15 +67,9 @@ func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 	for _, at := range []struct{ table, hook string }{
 		{"raw", first}, {"mangle", first}, {"nat", first}, {"mangle", last}, {"filter", last},
 	} {
-		o := d[at.table].follow(at.hook, p, nil)
-		b := firewall.Block{Packet: p, Table: at.table, Chain: o.chain, Rule: strings.TrimSpace(o.rule.spec), Doubtful: o.doubtful}
-		if o.verdict == unknown && policyOf(text, at.table, at.hook) == "DROP" {
-			b.Chain = at.hook
-			b.Rule = "policy DROP"
-			return b, true
-		}
-		if o.verdict == no && !strings.HasPrefix(o.chain, dockerChains) {
-			b.Redirects = redirects(o.rule.target)
+		b, ok := d[at.table].follow(at.hook, p).Block(p, at.hook, policyOf(text, at.table, at.hook))
+		if ok && !strings.HasPrefix(b.Chain, dockerChains) {
+			b.Table = at.table
 			return b, true
 		}
 	}
@@ -96,23 +84,19 @@ func (c chains) redirected() (ports []firewall.Payload) {
 			for _, condition := range r.conditions {
 				switch condition.option {
 				case "-p":
-					to.Protocol, _ = protocolNumber(condition.value)
+					to.Protocol, _ = parseProtocol(condition.value)
 				case "--dport", "--dports":
 					first, _, _ := strings.Cut(strings.ReplaceAll(condition.value, ":", ","), ",")
 					port, _ := strconv.ParseUint(first, 10, 16)
 					to.Port = uint16(port)
 				}
 			}
-			if to.Port != 0 && redirects(r.target) && !slices.Contains(ports, to) {
+			if to.Port != 0 && effects[r.target] == firewall.Redirects && !slices.Contains(ports, to) {
 				ports = append(ports, to)
 			}
 		}
 	}
 	return ports
-}
-
-func redirects(target string) bool {
-	return slices.Contains([]string{"DNAT", "REDIRECT", "NETMAP"}, target)
 }
 
 func policyOf(text, table, chain string) string {
@@ -124,7 +108,7 @@ func policyOf(text, table, chain string) string {
 }
 
 // meets ignores the "!" of a condition.
-func meets(c condition, p firewall.Packet) answer {
+func meets(c condition, p firewall.Packet) firewall.Answer {
 	switch c.option {
 	case "-s":
 		return covers(c.value, p.Src)
@@ -135,9 +119,9 @@ func meets(c condition, p firewall.Packet) answer {
 	case "-o":
 		return matchesDevice(c.value, p.Out)
 	case "-p":
-		number, ok := protocolNumber(c.value)
+		number, ok := parseProtocol(c.value)
 		if !ok {
-			return unknown
+			return firewall.Unknown
 		}
 		return is(number == p.Protocol)
 
@@ -149,13 +133,13 @@ func meets(c condition, p firewall.Packet) answer {
 		from, err := strconv.ParseUint(low, 10, 16)
 		to, e := strconv.ParseUint(high, 10, 16)
 		if err != nil || e != nil {
-			return unknown
+			return firewall.Unknown
 		}
 		return is(uint64(p.Port) >= from && uint64(p.Port) <= to)
 
 	case "--dports":
 		if strings.Contains(c.value, ":") {
-			return unknown
+			return firewall.Unknown
 		}
 		return is(slices.Contains(strings.Split(c.value, ","), fmt.Sprint(p.Port)))
 
@@ -164,28 +148,19 @@ func meets(c condition, p firewall.Packet) answer {
 	case "--mark":
 		// The packet has no mark, but an earlier rule may set one. A rule with "!" is usually about that.
 		if value, _, _ := strings.Cut(c.value, "/"); !c.not && value != "0x0" && value != "0" {
-			return no
+			return firewall.No
 		}
-		return unknown
+		return firewall.Unknown
 
 	case "--dst-type":
 		return is(c.value == "UNICAST" || c.value == "LOCAL" && p.Out == "")
 	case "--comment":
-		return yes
+		return firewall.Yes
 	}
-	return unknown
+	return firewall.Unknown
 }
 
-func matchesDevice(pattern, name string) answer {
+func matchesDevice(pattern, name string) firewall.Answer {
 	begin, open := strings.CutSuffix(pattern, "+")
 	return is(open && strings.HasPrefix(name, begin) || pattern == name)
-}
-
-// protocolNumber accepts the names that iptables-save may print.
-func protocolNumber(name string) (uint8, bool) {
-	if number, ok := parseProtocol(name); ok {
-		return number, true
-	}
-	number, err := strconv.ParseUint(name, 10, 8)
-	return uint8(number), err == nil
 }

@@ -10,7 +10,6 @@ import (
 	"slices"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 )
 
 const hintTable = "mangle" // contains the hints
@@ -126,7 +125,7 @@ func choose(read func(v Variant, f prefix.Family, tables []string) (dump, error)
 // foreign counts the rules that have nothing to do with a chain of flanneld.
 func foreign(d dump) (n int) {
 	ours := func(chain string) bool {
-		return slices.ContainsFunc(firewall.Chains(), func(c firewall.Chain) bool { return placeOf(c).chain == chain })
+		return slices.ContainsFunc(places[:], func(p place) bool { return p.chain == chain })
 	}
 
 	for _, chains := range d {

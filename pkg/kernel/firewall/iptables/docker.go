@@ -32,8 +32,8 @@ func Docker(ctx context.Context, b firewall.DockerBridge) (cut firewall.DockerCu
 // dockerCut follows packets from another host to containers behind b.
 func dockerCut(d dump, b firewall.DockerBridge) (cut firewall.DockerCut) {
 	cut.Forward = !acceptsMark(d["filter"]) && b.Drops(b.Container(), func(p firewall.Packet) bool {
-		o := d["filter"].follow("FORWARD", p, nil)
-		return o.verdict == no && strings.HasPrefix(o.chain, dockerChains)
+		o := d["filter"].follow("FORWARD", p)
+		return o.Blocks() && strings.HasPrefix(o.Chain, dockerChains)
 	})
 
 	// Docker creates a rule for the address of each running container, so follow a packet to each.
@@ -41,7 +41,7 @@ func dockerCut(d dump, b firewall.DockerBridge) (cut firewall.DockerCut) {
 		for _, c := range r.conditions {
 			if to, ok := match(c.value, c.not); c.option == "-d" && ok && !to.Not && prefix.Contains(b.Subnet, to.Prefix) {
 				cut.Direct = cut.Direct || b.Drops(to.Prefix.Addr(), func(p firewall.Packet) bool {
-					return d["raw"].follow("PREROUTING", p, nil).verdict == no
+					return d["raw"].follow("PREROUTING", p).Blocks()
 				})
 			}
 		}

@@ -10,7 +10,6 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/nftables"
 )
 
@@ -24,10 +23,12 @@ type targetsFunc func(f prefix.Family, table, chain string) (targets []nftables.
 // cannot be read is nil in d.
 func (a *Applier) correct(ctx context.Context, f prefix.Family, d dump) (hidden []string, err error) {
 	hidden, errs := a.readMissing(ctx, f, d)
-	for _, chain := range firewall.Chains() {
-		p := placeOf(chain)
+	for _, p := range places {
 		have := d[p.table]
-		suspicious := func(r rule) bool { return have.blocks(r) || likeOurs(r) }
+		suspicious := func(r rule) bool {
+			_, _, ours := parse(r)
+			return ours || have.blocks(r)
+		}
 		if have == nil || !slices.Contains(hidden, p.table) && !slices.ContainsFunc(have[p.parent], suspicious) {
 			continue // it cannot be read, or no rule blocks all packets or looks like one of flanneld
 		}
@@ -50,8 +51,8 @@ func (a *Applier) readMissing(ctx context.Context, f prefix.Family, d dump) (hid
 		}
 		var text strings.Builder
 		var err error
-		for _, chain := range firewall.Chains() {
-			if p := placeOf(chain); p.table == table && err == nil {
+		for _, p := range places {
+			if p.table == table && err == nil {
 				var more string
 				more, err = a.list(ctx, f, p)
 				text.WriteString(more)
@@ -68,11 +69,6 @@ func (a *Applier) readMissing(ctx context.Context, f prefix.Family, d dump) (hid
 	}
 	slices.Sort(hidden)
 	return hidden, errs
-}
-
-func likeOurs(r rule) bool {
-	_, _, ok := parse(r)
-	return ok
 }
 
 // list returns flanneld's chain and its parent in the form of iptables -S. It ignores a parent that

@@ -51,7 +51,7 @@ func TestResolve(t *testing.T) {
 			map[string][]nftables.Target{"FORWARD": {ours, {Name: "ACCEPT"}, ours}}, "-A FORWARD " + jump,
 		},
 	} {
-		p := placeOf(firewall.Forward)
+		p := places[firewall.Forward]
 		d := parseSave("*filter\n:FLANNEL-FWD - [0:0]\n" + `-A FLANNEL-FWD -s 10.5.0.0/16 -m comment --comment "flanneld forward" -j ACCEPT
 -A FLANNEL-FWD -d 10.5.0.0/16 -m comment --comment "flanneld forward" -j ACCEPT
 ` + tt.listed + "\nCOMMIT\n")
@@ -115,11 +115,11 @@ func expectJumps(t *testing.T) {
 	t.Helper()
 	text, table := listed(t), firewalltest.Policy().Table(prefix.IPv4)
 	for _, c := range firewall.Chains() {
-		if len(table.Rules(c)) == 0 {
+		if len(firewalltest.Rules(table, c)) == 0 {
 			continue
 		}
-		if n := strings.Count(text, "jump "+placeOf(c).chain); n != 2 {
-			t.Errorf("%d jumps to %s, want one for each family:\n%s", n, placeOf(c).chain, text)
+		if n := strings.Count(text, "jump "+places[c].chain); n != 2 {
+			t.Errorf("%d jumps to %s, want one for each family:\n%s", n, places[c].chain, text)
 		}
 	}
 }

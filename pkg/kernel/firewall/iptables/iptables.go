@@ -43,19 +43,12 @@ func (p *Programs) Applier() *Applier {
 // each family that the policies concern. With the variant Legacy it runs none if the last call
 // has found the rules of the same policies, and reading them again now would take too much CPU time.
 func (a *Applier) Apply(ctx context.Context, policies ...firewall.Policy) (changed bool, err error) {
-	var errs []error
-	for _, f := range families() {
-		if t := firewall.TableOf(f, policies...); t.Concerns() {
-			wrote, err := a.apply(ctx, policies, f, t)
-			changed = changed || wrote
-			errs = append(errs, err)
-		}
-	}
-	return changed, oneline.Join(errs...)
+	return firewall.ApplyFamilies(policies, func(t firewall.Table) (bool, error) { return a.apply(ctx, policies, t) })
 }
 
-// apply applies the policies to family f, for which table contains the rules.
-func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefix.Family, table firewall.Table) (changed bool, err error) {
+// apply applies the policies to one family, for which table contains the rules.
+func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, table firewall.Table) (changed bool, err error) {
+	f := table.Family
 	// Do not run a program if nothing is wanted and no tables exist, because the program
 	// would create them.
 	wanted := table.Wanted()

@@ -17,7 +17,7 @@ const kubeProxy = "KUBE-" // start of the names of its chains
 func plan(have dump, t firewall.Table) string {
 	var script strings.Builder
 	for _, c := range firewall.Chains() {
-		p := planner{place: placeOf(c)}
+		p := planner{place: places[c]}
 		if table, known := have[p.table]; known && table == nil {
 			continue // the table cannot be read
 		}

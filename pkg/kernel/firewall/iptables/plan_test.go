@@ -141,13 +141,13 @@ func TestParseRule(t *testing.T) {
 // chains contain any rule.
 func FuzzParse(f *testing.F) {
 	for _, c := range firewall.Chains() {
-		for _, r := range firewalltest.Guarded().Table(prefix.IPv6).Rules(c) {
-			f.Add(placeOf(c).render(r))
+		for _, r := range firewalltest.Rules(firewalltest.Guarded().Table(prefix.IPv6), c) {
+			f.Add(places[c].render(r))
 		}
 	}
 	f.Add(`! -s 10.5.0.0/16 -m comment --comment "say \"no\"" -j RETURN`)
 	f.Fuzz(func(t *testing.T, spec string) {
-		p := placeOf(firewall.Postrouting)
+		p := places[firewall.Postrouting]
 		if r, comment, ok := parse(parseRule(spec)); ok && comment == p.comment {
 			again, _, ok := parse(parseRule(p.render(r)))
 			if !ok || again != r {

@@ -12,25 +12,19 @@ import (
 )
 
 // place contains the names that a firewall.Chain has in iptables: its table, the built-in chain
-// parent, the chain of flanneld to which parent jumps, and the comment of the rules. Other
-// programs know these names, so they must not change.
+// parent, the chain of flanneld to which parent jumps, and the comment of the rules.
 type place struct {
 	table, parent, chain string
 	comment              string
 }
 
-func placeOf(c firewall.Chain) place {
+// places contains the place of each chain. Other programs know these names, so they must not change.
+var places = [...]place{
+	firewall.Postrouting: {"nat", "POSTROUTING", "FLANNEL-POSTRTG", "flanneld masq"},
+	firewall.Forward:     {"filter", "FORWARD", "FLANNEL-FWD", "flanneld forward"},
 	// In the table filter a rule of another program could accept a packet before the guard.
-	switch c {
-	case firewall.Postrouting:
-		return place{"nat", "POSTROUTING", "FLANNEL-POSTRTG", "flanneld masq"}
-	case firewall.GuardForward:
-		return place{"mangle", "FORWARD", "FLANNEL-GUARD-FWD", "flanneld guard"}
-	case firewall.GuardInput:
-		return place{"mangle", "INPUT", "FLANNEL-GUARD-IN", "flanneld guard"}
-	default:
-		return place{"filter", "FORWARD", "FLANNEL-FWD", "flanneld forward"}
-	}
+	firewall.GuardForward: {"mangle", "FORWARD", "FLANNEL-GUARD-FWD", "flanneld guard"},
+	firewall.GuardInput:   {"mangle", "INPUT", "FLANNEL-GUARD-IN", "flanneld guard"},
 }
 
 // Tables returns the tables that contain flanneld's chains.
@@ -39,12 +33,11 @@ func Tables() []string { return []string{"nat", "filter", "mangle"} }
 // Places returns flanneld's chains and their parents in the variant NFT. Apply must run
 // again when they change.
 func Places() []firewall.Place {
-	var places []firewall.Place
-	for _, c := range firewall.Chains() {
-		p := placeOf(c)
-		places = append(places, firewall.Place{Table: p.table, Chain: p.parent}, firewall.Place{Table: p.table, Chain: p.chain})
+	var all []firewall.Place
+	for _, p := range places {
+		all = append(all, firewall.Place{Table: p.table, Chain: p.parent}, firewall.Place{Table: p.table, Chain: p.chain})
 	}
-	return places
+	return all
 }
 
 // jump is the rule of the parent chain, in the form of iptables-save without "-A" and the chain.
@@ -67,8 +60,12 @@ func (p place) render(r firewall.Rule) string {
 
 	match("-s", r.Src)
 	match("-d", r.Dst)
-	if r.Payload.Protocol != 0 {
-		fmt.Fprintf(&b, "-p %s ", protocolName(r.Payload.Protocol))
+	switch r.Payload.Protocol {
+	case 0:
+	case firewall.UDP:
+		b.WriteString("-p udp ")
+	default:
+		fmt.Fprintf(&b, "-p %d ", r.Payload.Protocol)
 	}
 	if r.Payload.Port != 0 {
 		fmt.Fprintf(&b, "-m udp --dport %d ", r.Payload.Port)
@@ -120,28 +117,17 @@ func parse(have rule) (r firewall.Rule, comment string, ok bool) {
 	return r, comment, ok
 }
 
-// protocolNames contains names that iptables-save may use. render uses the first name of a protocol.
-var protocolNames = []struct {
-	name   string
-	number uint8
-}{{"udp", firewall.UDP}, {"4", 4}, {"ipencap", 4}, {"ipv4", 4}, {"ipip", 4}, {"41", 41}, {"ipv6", 41}, {"17", firewall.UDP}, {"tcp", firewall.TCP}, {"icmp", 1}, {"ipv6-icmp", 58}, {"icmpv6", 58}}
-
-func protocolName(number uint8) string {
-	for _, p := range protocolNames {
-		if p.number == number {
-			return p.name
-		}
-	}
-	return fmt.Sprint(number)
+// protocols contains names that iptables-save may use.
+var protocols = map[string]uint8{
+	"udp": firewall.UDP, "tcp": firewall.TCP, "ipencap": 4, "ipv4": 4, "ipip": 4, "ipv6": 41, "icmp": 1, "ipv6-icmp": 58, "icmpv6": 58,
 }
 
-func parseProtocol(name string) (number uint8, ok bool) {
-	for _, p := range protocolNames {
-		if p.name == name {
-			return p.number, true
-		}
+func parseProtocol(text string) (number uint8, ok bool) {
+	if number, ok := protocols[text]; ok {
+		return number, true
 	}
-	return 0, false
+	n, err := strconv.ParseUint(text, 10, 8)
+	return uint8(n), err == nil
 }
 
 func match(s string, not bool) (firewall.Match, bool) {
@@ -153,12 +139,12 @@ func match(s string, not bool) (firewall.Match, bool) {
 	return firewall.Match{Prefix: p.Masked(), Not: not}, true
 }
 
-// split splits a line of iptables-save into words, which may be quoted.
-func split(line string) (words []string, ok bool) {
+// split splits a line of iptables-save into words, which may be quoted. It returns nil if a quote is not closed.
+func split(line string) (words []string) {
 	for {
 		line = strings.TrimLeft(line, " ")
 		if line == "" {
-			return words, true
+			return words
 		}
 		if line[0] != '"' {
 			w, rest, _ := strings.Cut(line, " ")
@@ -176,7 +162,7 @@ func split(line string) (words []string, ok bool) {
 			w.WriteByte(line[i])
 		}
 		if i >= len(line) {
-			return nil, false
+			return nil
 		}
 		words = append(words, w.String())
 		line = line[i+1:]

@@ -32,7 +32,7 @@ type condition struct {
 // parseRule parses a rule in the form of iptables-save.
 func parseRule(spec string) rule {
 	r := rule{spec: spec}
-	words, _ := split(spec)
+	words := split(spec)
 	var c condition
 	for i := 0; i < len(words); i++ {
 		var next string

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"sync"
 
@@ -34,16 +33,15 @@ type Host struct {
 	// changes meanwhile.
 	writing sync.Mutex
 
-	mu       sync.Mutex
-	writers  map[string]*writer      // by firewall and families
-	watchers map[string]*wait.Shared // by places
-	warned   []string                // bridge settings that were warned about
+	writers  sync.Map // of *writer, by firewall and families
+	watchers sync.Map // of *wait.Shared, by places
+	warned   sync.Map // bridge settings that were warned about
 }
 
 // NewHost returns a Host. Keepers that use iptables wait until Host.Run has found the
 // programs.
 func NewHost() *Host {
-	return &Host{automatic: sync.OnceValues(automatic), wanted: make(chan []prefix.Family, 1), searched: make(chan struct{}), writers: map[string]*writer{}, watchers: map[string]*wait.Shared{}}
+	return &Host{automatic: sync.OnceValues(automatic), wanted: make(chan []prefix.Family, 1), searched: make(chan struct{})}
 }
 
 // Run searches the iptables programs when a Keeper first needs them, and then returns nil.
@@ -92,28 +90,14 @@ func search(ctx context.Context, families []prefix.Family) *iptables.Programs {
 // writer returns the writer that all networks of these families share for a firewall. A program that is
 // missing for one family does not affect networks without it. The first call decides on the Applier.
 func (h *Host) writer(name string, of []prefix.Family, applier firewall.Applier) *writer {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	key := fmt.Sprint(name, of)
-	w, known := h.writers[key]
-	if !known {
-		w = &writer{applier: applier, turn: &h.writing, policies: map[any]firewall.Policy{}}
-		h.writers[key] = w
-	}
-	return w
+	w, _ := h.writers.LoadOrStore(fmt.Sprint(name, of), &writer{applier: applier, turn: &h.writing, policies: map[any]firewall.Policy{}})
+	return w.(*writer)
 }
 
 // watcher returns the subscription to changes of these chains.
 func (h *Host) watcher(places []firewall.Place) *wait.Shared {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	key := fmt.Sprint(places)
-	w, known := h.watchers[key]
-	if !known {
-		w = &wait.Shared{}
-		h.watchers[key] = w
-	}
-	return w
+	w, _ := h.watchers.LoadOrStore(fmt.Sprint(places), &wait.Shared{})
+	return w.(*wait.Shared)
 }
 
 const bridgeSettings = "/proc/sys/net/bridge"
@@ -122,19 +106,20 @@ const bridgeSettings = "/proc/sys/net/bridge"
 // pod reaches another one through a Service, the answer then has the address of the other pod and not of
 // the Service, in every mode of kube-proxy: only netfilter could translate it back.
 func (h *Host) warnBridges(ctx context.Context, settings string, p firewall.Policy) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
 	for _, f := range families(p) {
 		name := map[prefix.Family]string{prefix.IPv4: "bridge-nf-call-iptables", prefix.IPv6: "bridge-nf-call-ip6tables"}[f]
 		value, err := os.ReadFile(filepath.Join(settings, name))
-		if err == nil && strings.TrimSpace(string(value)) != "0" || slices.Contains(h.warned, name) {
+		if err == nil && strings.TrimSpace(string(value)) != "0" {
 			continue
 		}
+		if _, warned := h.warned.LoadOrStore(name, nil); warned {
+			continue
+		}
+
 		problem := "br_netfilter is switched off"
 		if err != nil {
 			problem = "br_netfilter is not loaded"
 		}
-		h.warned = append(h.warned, name)
 		klog.FromContext(ctx).Error(nil, problem+": a pod that talks to a service which is served by a pod "+
 			"of the same host may get no answer; load the module br_netfilter and set this to 1", "sysctl", "net.bridge."+name)
 	}

@@ -134,22 +134,23 @@ func (r *run) prepare(ctx context.Context) (period time.Duration, places []firew
 // succeeds or ctx ends: with a wrong variant the cleanup would remove the rules in use.
 func (r *run) variants(ctx context.Context, p *iptables.Programs) map[prefix.Family]iptables.Variant {
 	found := map[prefix.Family]iptables.Variant{}
-	ctx, enough := context.WithCancel(ctx)
-	defer enough()
-	_ = loop.New(r.keeper.config.Resync, func(ctx context.Context) error {
+	var pauses wait.Backoff
+	for ctx.Err() == nil {
+		var err error
 		for _, f := range families(r.policy) {
-			v, err := p.Variant(ctx, f)
-			if err != nil {
-				_ = r.pass(ctx) // reports the same error, and applies the rules of the other family
-				r.tried()
-				return err
+			if found[f], err = p.Variant(ctx, f); err != nil {
+				break
 			}
-			found[f] = v
 		}
-		enough()
-		return nil
-	}).Run(ctx)
-	return found
+		if err == nil {
+			return found
+		}
+
+		_ = r.pass(ctx) // reports the same error, and applies the rules of the other family
+		r.tried()
+		_ = pauses.Wait(ctx, 0) // the loop notices the end of ctx
+	}
+	return nil
 }
 
 // step applies the policy, and then removes the rules in other firewalls, once in the run.

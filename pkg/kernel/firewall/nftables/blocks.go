@@ -48,28 +48,24 @@ func Blocks(packets []firewall.Packet) (blocks []firewall.Block, err error) {
 	if err != nil {
 		return nil, err
 	}
-	whole := len(packets)
 	for i, p := range slices.Concat(packets, firewall.ToPorts(packets, ports)) {
-		f := follower{conn: c, chains: chains, devices: devices, packet: p, raw: encodePacket(p)}
+		f := follower{conn: c, devices: devices, packet: p, raw: encodePacket(p)}
 		for _, base := range chains {
 			if !f.passes(base) || ofIPTables(base.Table) || base.Table.Name == dockerTable {
 				continue
 			}
 
-			o, err := f.follow(base, 0)
+			o, err := f.follow(base)
 			if err != nil {
 				return blocks, err
 			}
-			b := firewall.Block{
-				Packet: p, Program: "nft", Table: familyName(base.Table.Family) + " " + base.Table.Name, Chain: o.chain,
-				Rule: o.rule, Redirects: o.redirects, Doubtful: o.doubtful,
+			policy := "accept"
+			if base.Policy != nil && *base.Policy == nftables.ChainPolicyDrop {
+				policy = "drop"
 			}
-			if o.fate == undecided && base.Policy != nil && *base.Policy == nftables.ChainPolicyDrop {
-				b.Chain = base.Name
-				b.Rule = "policy drop"
-				o.fate = dropped
-			}
-			if o.fate == dropped && (b.Redirects || i < whole) {
+			if b, ok := o.Block(p, base.Name, policy); ok && (b.Redirects || i < len(packets)) {
+				b.Program = "nft"
+				b.Table = familyName(base.Table.Family) + " " + base.Table.Name
 				blocks = append(blocks, b)
 			}
 		}
@@ -124,24 +120,8 @@ func inDevice(c *nftables.Chain) bool {
 		c.Table.Family == nftables.TableFamilyINet && *c.Hooknum == inetIngress)
 }
 
-type fate int
-
-const (
-	undecided fate = iota
-	accepted
-	dropped
-)
-
-type outcome struct {
-	fate        fate
-	chain, rule string // the rule that decides, and its chain
-	redirects   bool   // of dropped: the packet gets another destination instead
-	doubtful    bool   // an earlier rule may have decided
-}
-
 type follower struct {
-	conn   *nftables.Conn
-	chains []*nftables.Chain
+	conn *nftables.Conn
 	// devices are those of the chains that see the packets of single devices.
 	devices map[*nftables.Chain][]string
 	packet  firewall.Packet
@@ -199,53 +179,18 @@ func (f follower) passesInBridge(c *nftables.Chain) bool {
 	return err == nil && link.Type() == "bridge"
 }
 
-// maxDepth is the maximum depth of jumps, as in the kernel.
-const maxDepth = 16
-
-func (f follower) follow(c *nftables.Chain, depth int) (o outcome, err error) {
-	rules, err := f.conn.GetRules(c.Table, c)
-	if err != nil || depth > maxDepth {
-		return o, err
-	}
-
-	for _, r := range rules {
-		v, certain, err := f.apply(r)
-		if err != nil {
-			return o, err
-		}
-		if v == nil {
-			continue
-		}
-		if !certain {
-			o.doubtful = o.doubtful || v.Kind != expr.VerdictDrop
-			continue
-		}
-
-		switch v.Kind {
-		case expr.VerdictAccept:
-			return outcome{fate: accepted, chain: c.Name, doubtful: o.doubtful}, nil
-		case expr.VerdictDrop:
-			rule := fmt.Sprintf("the rule with handle %d", r.Handle)
-			return outcome{dropped, c.Name, rule, slices.ContainsFunc(r.Exprs, redirects), o.doubtful}, nil
-		case expr.VerdictReturn:
-			return o, nil
-		case expr.VerdictJump, expr.VerdictGoto:
-			i := slices.IndexFunc(f.chains, func(to *nftables.Chain) bool {
-				return to.Name == v.Chain && to.Table.Name == c.Table.Name && to.Table.Family == c.Table.Family
-			})
-			if i < 0 {
-				continue
+// follow returns what becomes of the packet in a chain.
+func (f follower) follow(c *nftables.Chain) (firewall.Outcome, error) {
+	return firewall.Steps(func(chain string, each func(firewall.Step) bool) error {
+		rules, err := f.conn.GetRules(c.Table, &nftables.Chain{Name: chain})
+		for _, r := range rules {
+			s, failed := f.step(r)
+			if failed != nil || !each(s) {
+				return failed
 			}
-			inner, err := f.follow(f.chains[i], depth+1)
-			inner.doubtful = inner.doubtful || o.doubtful
-			if err != nil || inner.fate != undecided || v.Kind == expr.VerdictGoto {
-				return inner, err
-			}
-			o.doubtful = inner.doubtful
-		default: // such as continue, or a queue for another program
 		}
-	}
-	return o, nil
+		return err
+	}).Follow(c.Name)
 }
 
 // redirected returns the ports whose packets a rule of a base chain redirects. Other chains, of which
@@ -296,23 +241,32 @@ func redirects(e expr.Any) bool {
 	return local || ok && nat.Type == expr.NATTypeDestNAT
 }
 
-// apply returns the verdict of a rule about the packet, or nil. It takes a redirection for a drop. certain is
-// false if it is not known whether the packet meets a condition.
-func (f follower) apply(r *nftables.Rule) (v *expr.Verdict, certain bool, err error) {
+// effects contains the verdicts that decide about the packet or its next rule, other than a queue for another program.
+var effects = map[expr.VerdictKind]firewall.Effect{
+	expr.VerdictAccept: firewall.Accepts, expr.VerdictDrop: firewall.Drops, expr.VerdictReturn: firewall.Returns,
+	expr.VerdictJump: firewall.Jumps, expr.VerdictGoto: firewall.GoesTo,
+}
+
+// step returns what a rule does with the packet.
+func (f follower) step(r *nftables.Rule) (s firewall.Step, err error) {
 	registers := map[uint32][]byte{} // a register that is missing is unknown
-	certain = true
+	s = firewall.Step{Met: firewall.Yes, Rule: fmt.Sprintf("the rule with handle %d", r.Handle)}
 	for _, e := range r.Exprs {
 		met := true
 		known := true
 		switch e := e.(type) {
 		case *expr.Counter, *expr.Log, *expr.Notrack:
 		case *expr.Verdict:
-			return e, certain, nil
-		case *expr.Reject, *expr.Redir:
-			return &expr.Verdict{Kind: expr.VerdictDrop}, certain, nil
-		case *expr.NAT:
+			s.Effect = effects[e.Kind]
+			s.Chain = e.Chain
+			return s, nil
+		case *expr.Reject:
+			s.Effect = firewall.Drops
+			return s, nil
+		case *expr.NAT, *expr.Redir:
 			if redirects(e) {
-				return &expr.Verdict{Kind: expr.VerdictDrop}, certain, nil
+				s.Effect = firewall.Redirects
+				return s, nil
 			}
 		case *expr.Immediate:
 			registers[e.Register] = e.Data
@@ -341,24 +295,27 @@ func (f follower) apply(r *nftables.Rule) (v *expr.Verdict, certain bool, err er
 		case *expr.Lookup:
 			elements, interval, err := f.elements(r.Table, e.SetName)
 			if err != nil {
-				return nil, false, err
+				return s, err
 			}
 			found, ok := search(elements, interval, registers[e.SourceRegister])
 			known = ok
 			met = ok && (found != nil) != e.Invert
 			if e.IsDestRegSet && (met || !known) {
 				// The library does not read the verdicts of a map. Any of them may apply.
-				return &expr.Verdict{Kind: expr.VerdictAccept}, false, nil
+				return firewall.Step{Met: firewall.Unknown, Effect: firewall.Accepts}, nil
 			}
 		default:
 			known = false
 		}
 		if known && !met {
-			return nil, certain, nil
+			s.Met = firewall.No
+			return s, nil
 		}
-		certain = certain && known
+		if !known {
+			s.Met = firewall.Unknown
+		}
 	}
-	return nil, certain, nil
+	return s, nil
 }
 
 // meta returns nil if the value of the key is not known.

@@ -41,9 +41,9 @@ func Docker(b firewall.DockerBridge) (cut firewall.DockerCut, err error) {
 	var errs []error
 	drops := func(chain *nftables.Chain, dst netip.Addr) bool {
 		return b.Drops(dst, func(p firewall.Packet) bool {
-			o, err := follower{conn: c, chains: chains, packet: p, raw: encodePacket(p)}.follow(chain, 0)
+			o, err := follower{conn: c, packet: p, raw: encodePacket(p)}.follow(chain)
 			errs = append(errs, err)
-			return o.fate == dropped && !o.doubtful // an earlier rule may accept the marks that an operator sets
+			return o.Blocks() && !o.Doubtful // an earlier rule may accept the marks that an operator sets
 		})
 	}
 

@@ -12,8 +12,8 @@ import (
 	"slices"
 
 	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
 
-	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 )
@@ -41,39 +41,29 @@ func Available() error {
 }
 
 // HasTable reports whether a table with that name exists, of any program.
-func HasTable(f prefix.Family, name string) (bool, error) {
-	t, err := read(f, name)
-	return t.exists, err
-}
-
-func read(f prefix.Family, name string) (table, error) {
+func HasTable(f prefix.Family, name string) (there bool, err error) {
 	c, err := dial(f)
 	if err != nil {
-		return table{}, err
+		return false, err
 	}
 	defer c.close()
-	return c.table(name)
+	err = c.get(unix.NFT_MSG_GETTABLE, 0, []netlink.Attribute{str(unix.NFTA_TABLE_NAME, name)}, func(attrs) { there = true })
+	return there, err
 }
 
 // Apply implements firewall.Applier. All changes to a family are one transaction, or two,
 // see once.
 func (a *Applier) Apply(ctx context.Context, policies ...firewall.Policy) (changed bool, err error) {
-	var errs []error
-	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		t := firewall.TableOf(f, policies...)
-		if !t.Concerns() {
-			continue
-		}
+	return firewall.ApplyFamilies(policies, func(t firewall.Table) (bool, error) {
 		wrote, err := apply(ctx, t)
 		if errors.Is(err, errNoKernel) && !t.Wanted() {
-			err = nil // a kernel without nftables has no rules to remove
+			return wrote, nil // a kernel without nftables has no rules to remove
 		}
-		changed = changed || wrote
 		if err != nil {
-			errs = append(errs, fmt.Errorf("nftables table %s: %w", tableName(f), err))
+			err = fmt.Errorf("nftables table %s: %w", tableName(t.Family), err)
 		}
-	}
-	return changed, oneline.Join(errs...)
+		return wrote, err
+	})
 }
 
 func apply(ctx context.Context, t firewall.Table) (changed bool, err error) {
@@ -128,7 +118,7 @@ func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 		a := t.Arrange(chain, there.decoded)
 		if a.Empty() {
 			if there.exists {
-				changes = append(changes, c.delChain(chain)...)
+				changes = append(changes, c.delRules(chain), c.delChain(chain))
 				left--
 			}
 			continue
@@ -157,35 +147,32 @@ func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 	return changes, nil
 }
 
-// planChain plans one chain that is wanted and not as it should be. Rules of other daemons stay.
+// planChain plans one chain that is wanted and not as it should be. It writes the rules of other daemons again.
 func (c *conn) planChain(chain firewall.Chain, there chainState, a firewall.Arrangement) ([]netlink.Message, error) {
-	var changes []netlink.Message
-	rebuild := there.exists && !there.right
-	if rebuild {
-		changes = append(changes, c.delChain(chain)...)
-	}
-	if rebuild || !there.exists {
-		changes = append(changes, c.newChain(chain))
-	}
-
-	for i, r := range there.rules {
-		if other := slices.Contains(a.Others, i); other && rebuild {
-			changes = append(changes, c.newRule(chain, r.raw, netlink.Append))
-		} else if !other && !rebuild {
-			changes = append(changes, c.delRule(chain, r.handle))
-		}
-	}
-
-	for i, r := range slices.Concat(a.Common, a.Own) {
+	var rules [][]byte
+	for _, r := range slices.Concat(a.Common, a.Own) {
 		raw, err := encode(c.family, r)
 		if err != nil {
 			return nil, err
 		}
-		var flags netlink.HeaderFlags // at the head
-		if i >= len(a.Common) {
-			flags = netlink.Append
-		}
-		changes = append(changes, c.newRule(chain, raw, flags))
+		rules = append(rules, raw)
+	}
+	for n, i := range a.Others {
+		rules = slices.Insert(rules, len(a.Common)+n, there.rules[i])
+	}
+
+	var changes []netlink.Message
+	if there.exists {
+		changes = append(changes, c.delRules(chain))
+	}
+	if there.exists && !there.right {
+		changes = append(changes, c.delChain(chain))
+	}
+	if !there.right {
+		changes = append(changes, c.newChain(chain))
+	}
+	for _, raw := range rules {
+		changes = append(changes, c.newRule(chain, raw))
 	}
 	return changes, nil
 }

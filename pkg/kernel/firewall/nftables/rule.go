@@ -102,26 +102,35 @@ func carries(p firewall.Payload) []expr.Any {
 
 // decode reports whether flannel creates such a rule, in any of the forms in which nft writes it.
 func decode(f prefix.Family, raw []byte) (r firewall.Rule, ok bool) {
-	rest, err := expressions(raw)
+	all, err := expressions(raw)
 	if err != nil {
 		return r, false
 	}
 
-	for len(rest) > 0 {
-		e := rest[0]
-		rest = rest[1:]
+	var loads *expression // whose value the next comparison is about
+	var mask []byte       // of the value; nil for all of it
+	for i, e := range all {
+		fits := false
 		switch e.name {
-		case "counter": // a counter has no effect on packets
+		case "counter": // it has no effect on packets
+			fits = true
 		case "immediate", "masq":
 			r.Action = e.action(f)
-			return r, r.Action != 0 && len(rest) == 0
+			return r, r.Action != 0 && loads == nil && i == len(all)-1
 		case "meta", "payload":
-			c, left, ok := takeComparison(f, rest)
-			if !ok || !e.addTo(&r, f, c) {
-				return r, false
-			}
-			rest = left
-		default:
+			fits = loads == nil
+			loads = &all[i]
+		case "bitwise":
+			var b expr.Bitwise
+			fits = loads != nil && mask == nil && e.read(f, &b) && !bytes.ContainsFunc(b.Xor, func(b rune) bool { return b != 0 })
+			mask = b.Mask
+		case "cmp":
+			var c expr.Cmp
+			fits = loads != nil && e.read(f, &c) && (c.Op == expr.CmpOpEq || c.Op == expr.CmpOpNeq) && loads.addTo(&r, f, c, mask)
+			loads = nil
+			mask = nil
+		}
+		if !fits {
 			return r, false
 		}
 	}
@@ -153,30 +162,8 @@ func (e expression) read(f prefix.Family, into expr.Any) bool {
 	return expr.Unmarshal(protocols[f], e.data, into) == nil
 }
 
-// comparison is the comparison of a loaded value.
-type comparison struct {
-	expr.Cmp
-	mask []byte // nil if the whole value is compared
-}
-
-// takeComparison returns the comparison at the start of list, and the expressions that follow it.
-func takeComparison(f prefix.Family, list []expression) (c comparison, rest []expression, ok bool) {
-	if len(list) > 0 && list[0].name == "bitwise" {
-		var b expr.Bitwise
-		if !list[0].read(f, &b) || bytes.ContainsFunc(b.Xor, func(b rune) bool { return b != 0 }) {
-			return c, nil, false
-		}
-		c.mask = b.Mask
-		list = list[1:]
-	}
-	if len(list) == 0 || list[0].name != "cmp" || !list[0].read(f, &c.Cmp) {
-		return c, nil, false
-	}
-	return c, list[1:], c.Op == expr.CmpOpEq || c.Op == expr.CmpOpNeq
-}
-
-// addTo adds the comparison of what e loads to r. It returns false if flannel makes no such one.
-func (e expression) addTo(r *firewall.Rule, f prefix.Family, c comparison) bool {
+// addTo adds to r the comparison of what e loads, or of the part of it in mask. It returns false if flannel makes no such one.
+func (e expression) addTo(r *firewall.Rule, f prefix.Family, c expr.Cmp, mask []byte) bool {
 	equal := c.Op == expr.CmpOpEq
 	if e.name == "meta" {
 		var m expr.Meta
@@ -186,8 +173,8 @@ func (e expression) addTo(r *firewall.Rule, f prefix.Family, c comparison) bool 
 		case m.Key == expr.MetaKeyMARK:
 			mark := binary.NativeEndian.AppendUint32(nil, firewall.Mark)
 			r.Marked = true
-			return bytes.Equal(c.Data, mark) && bytes.Equal(c.mask, mark)
-		case m.Key != expr.MetaKeyL4PROTO || c.mask != nil || len(c.Data) != 1 || r.Payload != firewall.Payload{}:
+			return bytes.Equal(c.Data, mark) && bytes.Equal(mask, mark)
+		case m.Key != expr.MetaKeyL4PROTO || mask != nil || len(c.Data) != 1 || r.Payload != firewall.Payload{}:
 			return false
 		}
 		r.Payload.Protocol = c.Data[0]
@@ -200,7 +187,7 @@ func (e expression) addTo(r *firewall.Rule, f prefix.Family, c comparison) bool 
 	}
 	if p.Base == expr.PayloadBaseTransportHeader { // the destination port of UDP, after a comparison of the protocol
 		port := p.Offset == portOffset && p.Len == portLength && r.Payload == firewall.Payload{Protocol: firewall.UDP}
-		if !port || !equal || c.mask != nil {
+		if !port || !equal || mask != nil {
 			return false
 		}
 		r.Payload.Port = binary.BigEndian.Uint16(c.Data)
@@ -212,9 +199,9 @@ func (e expression) addTo(r *firewall.Rule, f prefix.Family, c comparison) bool 
 		return false
 	}
 	ones := 8 * int(p.Len)
-	if c.mask != nil {
-		var ok bool
-		if ones, ok = prefixLength(c.mask); !ok || len(c.mask) != int(p.Len) {
+	if mask != nil {
+		var bits int // 0 if zeros have ones after them
+		if ones, bits = net.IPMask(mask).Size(); bits != 8*int(p.Len) {
 			return false
 		}
 	}
@@ -228,20 +215,6 @@ func (e expression) addTo(r *firewall.Rule, f prefix.Family, c comparison) bool 
 	a, _ := netip.AddrFromSlice(address)
 	*to = firewall.Match{Prefix: netip.PrefixFrom(a, ones).Masked(), Not: !equal}
 	return true
-}
-
-// prefixLength returns the number of ones at the beginning of mask, or false if zeros have ones after them.
-func prefixLength(mask []byte) (ones int, ok bool) {
-	isOne := func(bit int) bool { return mask[bit/8]&(0x80>>(bit%8)) != 0 }
-	for ones < 8*len(mask) && isOne(ones) {
-		ones++
-	}
-	for bit := ones; bit < 8*len(mask); bit++ {
-		if isOne(bit) {
-			return 0, false
-		}
-	}
-	return ones, true
 }
 
 // action returns 0 if flannel creates no rule that ends like this.

@@ -3,8 +3,6 @@
 package nftables
 
 import (
-	"encoding/binary"
-
 	"github.com/google/nftables/userdata"
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
@@ -21,14 +19,9 @@ type table struct {
 // chainState is a chain of flanneld in the kernel.
 type chainState struct {
 	exists  bool
-	right   bool // the chain is as wanted, apart from its rules
-	rules   []ruleState
+	right   bool             // the chain is as wanted, apart from its rules
+	rules   [][]byte         // expressions of the rules
 	decoded []*firewall.Rule // decoded rules; nil for a rule that no flannel daemon creates
-}
-
-type ruleState struct {
-	handle uint64
-	raw    []byte // expressions
 }
 
 // table reads the named table and flanneld's chains in it.
@@ -54,7 +47,7 @@ func (c *conn) table(name string) (table, error) {
 
 func (c *conn) chain(table string, chain firewall.Chain) (chainState, error) {
 	var s chainState
-	want := specOf(chain)
+	want := specs[chain]
 	err := c.get(unix.NFT_MSG_GETCHAIN, 0, ofChain(table, want.name), func(a attrs) {
 		hook := a.in(unix.NFTA_CHAIN_HOOK)
 		is := want
@@ -68,20 +61,19 @@ func (c *conn) chain(table string, chain firewall.Chain) (chainState, error) {
 		return s, err
 	}
 
-	return s, c.eachRule(table, want.name, func(r ruleState) {
-		s.rules = append(s.rules, r)
+	return s, c.eachRule(table, want.name, func(raw []byte) {
+		s.rules = append(s.rules, raw)
 		var decoded *firewall.Rule
-		if rule, ok := decode(c.family, r.raw); ok {
+		if rule, ok := decode(c.family, raw); ok {
 			decoded = &rule
 		}
 		s.decoded = append(s.decoded, decoded)
 	})
 }
 
-func (c *conn) eachRule(table, chain string, take func(ruleState)) error {
-	return c.get(unix.NFT_MSG_GETRULE, netlink.Dump, ofRules(table, chain), func(a attrs) {
-		take(ruleState{a.number(unix.NFTA_RULE_HANDLE), a[unix.NFTA_RULE_EXPRESSIONS]})
-	})
+// eachRule calls take with the expressions of each rule of a chain.
+func (c *conn) eachRule(table, chain string, take func(raw []byte)) error {
+	return c.get(unix.NFT_MSG_GETRULE, netlink.Dump, ofRules(table, chain), func(a attrs) { take(a[unix.NFTA_RULE_EXPRESSIONS]) })
 }
 
 // commentType is the type of the comment in the user data of tables and chains.
@@ -109,29 +101,24 @@ func (c *conn) delTable(name string) netlink.Message {
 }
 
 func (c *conn) newChain(chain firewall.Chain) netlink.Message {
-	s := specOf(chain)
+	s := specs[chain]
 	hook := pack(num(unix.NFTA_HOOK_HOOKNUM, s.hook), num(unix.NFTA_HOOK_PRIORITY, s.priority))
 	return c.message(unix.NFT_MSG_NEWCHAIN, netlink.Create, ofChain(tableName(c.family), s.name,
 		netlink.Attribute{Type: netlink.Nested | unix.NFTA_CHAIN_HOOK, Data: hook}, num(unix.NFTA_CHAIN_POLICY, nfAccept),
 		str(unix.NFTA_CHAIN_TYPE, s.kind), comment(nftaChainUserdata, s.comment))...)
 }
 
-func (c *conn) delChain(chain firewall.Chain) []netlink.Message {
-	table := tableName(c.family)
-	name := specOf(chain).name
-	return []netlink.Message{
-		c.message(unix.NFT_MSG_DELRULE, 0, ofRules(table, name)...), // all rules of the chain
-		c.message(unix.NFT_MSG_DELCHAIN, 0, ofChain(table, name)...),
-	}
+// delRules deletes all rules of a chain.
+func (c *conn) delRules(chain firewall.Chain) netlink.Message {
+	return c.message(unix.NFT_MSG_DELRULE, 0, ofRules(tableName(c.family), specs[chain].name)...)
 }
 
-// newRule adds a rule at the head of its chain or, if flags contain netlink.Append, at the end.
-func (c *conn) newRule(chain firewall.Chain, expressions []byte, flags netlink.HeaderFlags) netlink.Message {
-	return c.message(unix.NFT_MSG_NEWRULE, netlink.Create|flags, ofRules(tableName(c.family), specOf(chain).name,
+func (c *conn) delChain(chain firewall.Chain) netlink.Message {
+	return c.message(unix.NFT_MSG_DELCHAIN, 0, ofChain(tableName(c.family), specs[chain].name)...)
+}
+
+// newRule adds a rule at the end of its chain.
+func (c *conn) newRule(chain firewall.Chain, expressions []byte) netlink.Message {
+	return c.message(unix.NFT_MSG_NEWRULE, netlink.Create|netlink.Append, ofRules(tableName(c.family), specs[chain].name,
 		netlink.Attribute{Type: netlink.Nested | unix.NFTA_RULE_EXPRESSIONS, Data: expressions})...)
-}
-
-func (c *conn) delRule(chain firewall.Chain, handle uint64) netlink.Message {
-	return c.message(unix.NFT_MSG_DELRULE, 0, ofRules(tableName(c.family), specOf(chain).name,
-		netlink.Attribute{Type: unix.NFTA_RULE_HANDLE, Data: binary.BigEndian.AppendUint64(nil, handle)})...)
 }

@@ -45,7 +45,7 @@ func (c *conn) targets(table, chain string) (targets []Target, exists bool, err 
 	if err != nil || !exists {
 		return nil, false, err
 	}
-	err = c.eachRule(table, chain, func(r ruleState) { targets = append(targets, targetOf(c.family, r.raw)) })
+	err = c.eachRule(table, chain, func(raw []byte) { targets = append(targets, targetOf(c.family, raw)) })
 	return targets, true, err
 }
 

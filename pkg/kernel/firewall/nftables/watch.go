@@ -35,8 +35,8 @@ const listenBuffer = 1 << 20
 func OwnPlaces() []firewall.Place {
 	var places []firewall.Place
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		for _, c := range firewall.Chains() {
-			places = append(places, firewall.Place{Table: tableName(f), Chain: specOf(c).name})
+		for _, s := range specs {
+			places = append(places, firewall.Place{Table: tableName(f), Chain: s.name})
 		}
 	}
 	return places

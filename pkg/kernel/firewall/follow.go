@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package firewall
+
+import (
+	"cmp"
+	"slices"
+	"strings"
+)
+
+// Answer says whether a packet meets conditions. It is Unknown if the rules do not tell.
+type Answer int
+
+// The answers.
+const (
+	Unknown Answer = iota
+	No
+	Yes
+)
+
+// Effect is what a rule does with the packets that meet its conditions.
+type Effect int
+
+// The effects.
+const (
+	Continues Effect = iota // the next rule decides
+	Accepts
+	Drops
+	Redirects // the packet gets another destination
+	Returns
+	Jumps
+	GoesTo // jumps without a way back
+)
+
+// Step is a rule of any program, as far as it is about one packet.
+type Step struct {
+	Met    Answer
+	Effect Effect
+	Chain  string // to which the rule jumps or goes
+	Rule   string // as the operator finds it
+}
+
+// Outcome is what becomes of a packet in a chain.
+type Outcome struct {
+	Effect      Effect // Accepts, Drops or Redirects, or Continues if no rule decides
+	Chain, Rule string // the rule that decides, and its chain
+	// Doubtful means that an earlier rule may have decided. It is not known whether the packet meets its conditions.
+	Doubtful bool
+}
+
+// Blocks reports whether a rule keeps the packet from its destination.
+func (o Outcome) Blocks() bool { return o.Effect == Drops || o.Effect == Redirects }
+
+// Block returns what keeps p from its destination in a base chain with that policy, in upper or lower case. ok is false
+// if nothing does.
+func (o Outcome) Block(p Packet, base, policy string) (b Block, ok bool) {
+	b = Block{Packet: p, Chain: o.Chain, Rule: o.Rule, Redirects: o.Effect == Redirects, Doubtful: o.Doubtful}
+	if o.Effect == Continues && strings.EqualFold(policy, "drop") {
+		b.Chain = base
+		b.Rule = "policy " + policy
+		return b, true
+	}
+	return b, o.Blocks()
+}
+
+// Steps calls each with the rules of a chain, in their order, until it returns false. It returns an error if it cannot
+// read them.
+type Steps func(chain string, each func(Step) (more bool)) error
+
+// Follow returns what becomes of the packet in a chain. through are the chains that led to this one, so that a loop of
+// chains ends.
+func (all Steps) Follow(chain string, through ...string) (o Outcome, err error) {
+	if slices.Contains(through, chain) {
+		return o, nil
+	}
+
+	failed := all(chain, func(s Step) (more bool) {
+		switch {
+		case s.Met == No, s.Effect == Continues:
+			return true
+		case s.Met == Unknown: // it does not apply, but may
+			o.Doubtful = o.Doubtful || s.Effect != Drops && s.Effect != Redirects
+			return true
+		case s.Effect == Returns:
+			return false
+		case s.Effect != Jumps && s.Effect != GoesTo:
+			o = Outcome{s.Effect, chain, s.Rule, o.Doubtful}
+			return false
+		}
+
+		doubtful := o.Doubtful
+		o, err = all.Follow(s.Chain, append(through, chain)...)
+		o.Doubtful = o.Doubtful || doubtful
+		return err == nil && o.Effect == Continues && s.Effect == Jumps
+	})
+	return o, cmp.Or(err, failed)
+}
