@@ -5,46 +5,35 @@
 package oneline
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
 	"unicode"
 )
 
-// joined is an error whose text is the texts of its parts, separated by "; ".
-type joined struct{ parts []error }
+// joined is an error whose text is on one line.
+type joined struct{ error }
 
 // Join returns an error that wraps all non-nil errs, like errors.Join, but separates
 // their texts with "; " instead of line breaks. It returns nil if all are nil, and the
 // error itself if only one is not nil.
 func Join(errs ...error) error {
-	var some []error
-	for _, err := range errs {
-		if err != nil {
-			some = append(some, err)
-		}
-	}
-
+	some := slices.DeleteFunc(slices.Clone(errs), func(err error) bool { return err == nil })
 	switch len(some) {
 	case 0:
 		return nil
 	case 1:
 		return some[0]
 	}
-	return &joined{some}
+	return joined{errors.Join(some...)}
 }
 
 // Error implements error.
-func (j *joined) Error() string {
-	texts := make([]string, len(j.parts))
-	for i, err := range j.parts {
-		texts[i] = err.Error()
-	}
-	return strings.Join(texts, "; ")
-}
+func (j joined) Error() string { return strings.ReplaceAll(j.error.Error(), "\n", "; ") }
 
 // Unwrap makes the parts visible to errors.Is and errors.As.
-func (j *joined) Unwrap() []error { return j.parts }
+func (j joined) Unwrap() error { return j.error }
 
 // most is the number of texts of a list that List shows.
 const most = 8

@@ -28,15 +28,7 @@ func FamilyOf(a netip.Addr) Family {
 }
 
 // String returns "IPv4" or "IPv6".
-func (f Family) String() string {
-	switch f {
-	case IPv4:
-		return "IPv4"
-	case IPv6:
-		return "IPv6"
-	}
-	return "IPv" + strconv.Itoa(int(f))
-}
+func (f Family) String() string { return "IPv" + strconv.Itoa(int(f)) }
 
 // Bits returns the length of an address of the family in bits: 32 or 128.
 func (f Family) Bits() int {

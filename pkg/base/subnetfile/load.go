@@ -31,7 +31,7 @@ func load(data []byte) (f File, err error) {
 	var p Previous
 	vars := p.variables(data)
 	for _, family := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		k := keysOf(family)
+		k := keysOf[family]
 		if vars[k.network] == "" && vars[k.subnet] == "" {
 			continue
 		}

@@ -94,7 +94,7 @@ func parse(data []byte) Previous {
 	var p Previous
 	vars := p.variables(data)
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		k := keysOf(f)
+		k := keysOf[f]
 		e := Entry{Network: p.prefix(vars, k.network, f), Subnet: p.prefix(vars, k.subnet, f)}
 		if e != (Entry{}) {
 			p.Entries = append(p.Entries, e)

@@ -44,11 +44,8 @@ const (
 // keys contains the names of the two variables of an address family.
 type keys struct{ network, subnet string }
 
-func keysOf(f prefix.Family) keys {
-	if f == prefix.IPv4 {
-		return keys{"FLANNEL_NETWORK", "FLANNEL_SUBNET"}
-	}
-	return keys{"FLANNEL_IPV6_NETWORK", "FLANNEL_IPV6_SUBNET"}
+var keysOf = map[prefix.Family]keys{
+	prefix.IPv4: {"FLANNEL_NETWORK", "FLANNEL_SUBNET"}, prefix.IPv6: {"FLANNEL_IPV6_NETWORK", "FLANNEL_IPV6_SUBNET"},
 }
 
 // Marshal returns the content of the file. It writes a subnet with its first address
@@ -56,7 +53,7 @@ func keysOf(f prefix.Family) keys {
 func (f File) Marshal() []byte {
 	var b bytes.Buffer
 	for _, e := range f.Entries {
-		k := keysOf(prefix.FamilyOf(e.Subnet.Addr()))
+		k := keysOf[prefix.FamilyOf(e.Subnet.Addr())]
 		fmt.Fprintf(&b, "%s=%s\n", k.network, e.Network.Masked())
 		fmt.Fprintf(&b, "%s=%s\n", k.subnet, netip.PrefixFrom(prefix.First(e.Subnet), e.Subnet.Bits()))
 	}

@@ -47,17 +47,10 @@ func path(device string) string { return "/proc/sys/net/ipv4/conf/" + device + "
 
 // strict reports whether the filter of a device is strict. The kernel uses the higher one
 // of the values for the device and for all devices.
-func strict(device string) bool {
-	own := read(device)
-	all := read("all")
-	return max(own, all) == strictFilter
-}
+func strict(device string) bool { return max(read(device), read("all")) == strictFilter }
 
 // read returns the value of rp_filter for a device, or "" if it cannot be read.
 func read(device string) string {
-	text, err := os.ReadFile(path(device))
-	if err != nil {
-		return ""
-	}
+	text, _ := os.ReadFile(path(device))
 	return strings.TrimSpace(string(text))
 }

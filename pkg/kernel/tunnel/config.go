@@ -2,10 +2,7 @@
 
 package tunnel
 
-import (
-	"net/netip"
-	"slices"
-)
+import "net/netip"
 
 // SourceCheck selects which source addresses a packet from a peer may have. With every
 // check, a packet from an unspecified, loopback, multicast or broadcast address is dropped.
@@ -40,8 +37,4 @@ type Config struct {
 	Check    SourceCheck // empty means CheckNetwork
 	Table    *Table
 	Counters *Counters
-}
-
-func (c Config) inNetworks(a netip.Addr) bool {
-	return slices.ContainsFunc(c.Networks, func(n netip.Prefix) bool { return n.Contains(a) })
 }

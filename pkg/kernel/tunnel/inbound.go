@@ -5,6 +5,7 @@ package tunnel
 import (
 	"errors"
 	"net/netip"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -165,7 +166,8 @@ func (i *inbound) belongsToSender(src netip.Addr) bool {
 
 	// The device accepts packets with this host's own addresses, so a peer could impersonate the host
 	// by the address on which it receives datagrams.
-	return i.Check != CheckStrict && src != i.socket.local.Addr() && !i.inNetworks(src)
+	return i.Check != CheckStrict && src != i.socket.local.Addr() &&
+		!slices.ContainsFunc(i.Networks, func(n netip.Prefix) bool { return n.Contains(src) })
 }
 
 // flush implements direction. It writes the gathered packets to the device.

@@ -286,13 +286,12 @@ func (s *sender) send(b, control []byte, to netip.AddrPort) error {
 // parseControl returns the size of the datagrams that the kernel has combined, or 0, and sets lost.
 func (r *receiver) parseControl(oob []byte) (size int) {
 	for len(oob) >= unix.CmsgLen(0) {
-		h := (*unix.Cmsghdr)(unsafe.Pointer(&oob[0]))
-		n := int(h.Len)
-		if n < unix.CmsgLen(0) || n > len(oob) {
+		h, data, rest, err := unix.ParseOneSocketControlMessage(oob)
+		if err != nil {
 			break
 		}
-		if n >= unix.CmsgLen(4) {
-			v := binary.NativeEndian.Uint32(oob[unix.CmsgLen(0):])
+		if len(data) >= 4 {
+			v := binary.NativeEndian.Uint32(data)
 			switch {
 			case h.Level == unix.IPPROTO_UDP && h.Type == unix.UDP_GRO:
 				size = int(v)
@@ -300,7 +299,7 @@ func (r *receiver) parseControl(oob []byte) (size int) {
 				r.lost = v
 			}
 		}
-		oob = oob[min(len(oob), unix.CmsgSpace(n-unix.CmsgLen(0))):]
+		oob = rest
 	}
 	return size
 }

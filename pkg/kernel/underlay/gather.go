@@ -3,6 +3,7 @@
 package underlay
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -15,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
 // dumpTries is the maximum number of tries of a dump that changes interrupt.
@@ -38,10 +40,9 @@ func (o Options) shared(ctx context.Context, rest time.Duration) gathered {
 		f, err := o.read(ctx)
 		return gathered{f, err, spent() - start}
 	}
-	if o.Reader == nil {
-		return read(ctx)
-	}
-	return o.Reader.batch(fmt.Sprint(o.Families, o.asksForInterface(), rest), rest).Do(ctx, read)
+	key := fmt.Sprint(o.Families, o.asksForInterface(), rest)
+	batch, _ := cmp.Or(o.Reader, &Reader{}).facts.LoadOrStore(key, &wait.Batch[gathered]{Rest: rest})
+	return batch.(*wait.Batch[gathered]).Do(ctx, read)
 }
 
 func (o Options) read(ctx context.Context) (Facts, error) {

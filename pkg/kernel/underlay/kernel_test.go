@@ -147,7 +147,7 @@ func TestKernelInspect(t *testing.T) {
 	k.must(k.h.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "cni0"}}))
 	k.must(k.h.LinkSetMaster(k.link("pod"), k.link("cni0")))
 
-	o := Options{Families: v4, Ifaces: []string{"d2"}, Reader: NewReader()}
+	o := Options{Families: v4, Ifaces: []string{"d2"}, Reader: &Reader{}}
 	begin := time.Now()
 	for range 3 {
 		all, err := Inspect(t.Context(), o)

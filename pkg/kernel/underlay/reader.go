@@ -3,6 +3,7 @@
 package underlay
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -18,11 +19,9 @@ import (
 
 // Reader lets several networks share one subscription to changes, and share reads of the facts about
 // the host. Their options must select the interface in the same way. A Reader must be used in one
-// network namespace only.
+// network namespace only. The zero Reader is usable.
 type Reader struct {
-	facts map[string]*wait.Batch[gathered] // shared reads, see batch; guarded by mu
-
-	mu      sync.Mutex
+	facts   sync.Map // of *wait.Batch[gathered], by what is read
 	changes wait.Shared
 }
 
@@ -33,30 +32,10 @@ type gathered struct {
 	cost  time.Duration // CPU time
 }
 
-// NewReader returns a Reader.
-func NewReader() *Reader {
-	return &Reader{facts: map[string]*wait.Batch[gathered]{}}
-}
-
-// batch returns the read that networks with this key share.
-func (r *Reader) batch(key string, rest time.Duration) *wait.Batch[gathered] {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	b, known := r.facts[key]
-	if !known {
-		b = &wait.Batch[gathered]{Rest: rest}
-		r.facts[key] = b
-	}
-	return b
-}
-
 // subscribe returns a channel that receives after a change of anything that gather reads. stop ends
 // the use of the channel.
 func (o Options) subscribe() (changed <-chan struct{}, stop func(), err error) {
-	changes := &wait.Shared{}
-	if o.Reader != nil {
-		changes = &o.Reader.changes
-	}
+	changes := &cmp.Or(o.Reader, &Reader{}).changes
 	own, _, err := changes.Join(func(wake func()) (stop func(), err error) { return subscribe(o, wake) })
 	if err != nil {
 		return nil, nil, err

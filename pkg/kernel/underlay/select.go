@@ -332,12 +332,23 @@ func (s selector) byRegex(expr string) (found, error) {
 		return found{}, err
 	}
 
-	links := slices.DeleteFunc(slices.Clone(s.facts.Links), func(l Link) bool { return s.never(l) != "" })
-	inUse := slices.DeleteFunc(slices.Clone(links), func(l Link) bool { return !s.isInUse(l) })
-	for _, some := range [][]Link{inUse, links} {
-		if w, ok := s.matches(re, some); ok {
-			return w, nil
+	var best found
+	least := 0 // the place of best; 0 if there is none
+	for _, l := range s.facts.Links {
+		if s.never(l) != "" {
+			continue
 		}
+		w, place := s.match(re, l)
+		if place > 0 && !s.isInUse(l) {
+			place += mostPlaces
+		}
+		if place > 0 && (least == 0 || place < least) {
+			best = w
+			least = place
+		}
+	}
+	if least > 0 {
+		return best, nil
 	}
 	if len(s.opts.Families) > 1 {
 		return found{}, errors.New("no interface with an IPv4 and an IPv6 address matches")
@@ -345,39 +356,31 @@ func (s selector) byRegex(expr string) (found, error) {
 	return found{}, fmt.Errorf("no %s address and no interface name matches", s.opts.Families[0])
 }
 
-// matches prefers a link with a matching address in every enabled family to one with an address in some
-// family, and that to one with a matching name.
-func (s selector) matches(re *regexp.Regexp, links []Link) (w found, ok bool) {
-	var some *found
-	for _, l := range links {
-		var hits []netip.Addr
-		var texts []string
-		for _, f := range s.opts.Families {
-			ips := s.usable(l, f)
-			if i := slices.IndexFunc(ips, func(ip netip.Addr) bool { return re.MatchString(ip.String()) }); i >= 0 {
-				hits = append(hits, ips[i])
-				texts = append(texts, ips[i].String())
-			}
-		}
+const mostPlaces = 3 // number of places that match returns
 
-		w := found{link: l, addrs: hits, note: ": address " + strings.Join(texts, " and ")}
-		if len(hits) == len(s.opts.Families) {
-			return w, true
+// match returns what matches at a link, and its place: 1 for an address in every enabled family, 2 for one in some
+// family, 3 for the name, and 0 if nothing matches.
+func (s selector) match(re *regexp.Regexp, l Link) (w found, place int) {
+	var hits []netip.Addr
+	var texts []string
+	for _, f := range s.opts.Families {
+		ips := s.usable(l, f)
+		if i := slices.IndexFunc(ips, func(ip netip.Addr) bool { return re.MatchString(ip.String()) }); i >= 0 {
+			hits = append(hits, ips[i])
+			texts = append(texts, ips[i].String())
 		}
-		if len(hits) > 0 && !hits[0].IsLinkLocalUnicast() && some == nil && s.candidate(l).poor < 2 {
-			some = &w
-		}
-	}
-	if some != nil {
-		return *some, true
 	}
 
-	for _, l := range links {
-		if re.MatchString(l.Name) {
-			return found{link: l, note: ": name " + l.Name}, true
-		}
+	w = found{link: l, addrs: hits, note: ": address " + strings.Join(texts, " and ")}
+	switch {
+	case len(hits) == len(s.opts.Families):
+		return w, 1
+	case len(hits) > 0 && !hits[0].IsLinkLocalUnicast() && s.candidate(l).poor < 2:
+		return w, 2
+	case re.MatchString(l.Name):
+		return found{link: l, note: ": name " + l.Name}, 3
 	}
-	return found{}, false
+	return found{}, 0
 }
 
 // byReach finds the interface and the source address of the route to an address.

@@ -102,7 +102,9 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 		p.set(s, path.Least)
 	}
 
-	size := search(path.Least, present, p.lastFound(path.Device), func(size int) (ok, more bool) {
+	other, _ := p.found.Load(path.Device)
+	last, _ := other.(int) // 0 if there was no search
+	size := search(path.Least, present, last, func(size int) (ok, more bool) {
 		_, ok = p.tries(ctx, path, size, patience, searchTries)
 		if ok && s.size == present { // others wait for the end of the search, which so changes the route at most twice
 			p.set(s, size)
@@ -118,7 +120,7 @@ func (p *Prober) lower(ctx context.Context, s *state, present int) int {
 	if _, ok := p.tries(ctx, path, present, 2*firstPatience, 1); ok { // a host on the way was busy
 		return present
 	}
-	p.noteFound(path.Device, size)
+	p.found.Store(path.Device, size)
 	return size
 }
 
@@ -140,18 +142,6 @@ func search(passes, tooBig, other int, try func(size int) (ok, more bool)) int {
 		return ping.Largest(other+1, tooBig, common, try)
 	}
 	return other
-}
-
-func (p *Prober) lastFound(device string) int {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.found[device]
-}
-
-func (p *Prober) noteFound(device string, size int) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.found[device] = size
 }
 
 // raise returns the largest size that passes on a path that carries packets of the present size.

@@ -12,6 +12,7 @@ package pathmtu
 import (
 	"context"
 	"errors"
+	"maps"
 	"net/netip"
 	"slices"
 	"sync"
@@ -92,12 +93,12 @@ type Prober struct {
 	order    *schedule.Queue[*state] // paths that were never checked come first
 	reports  *loglimit.Changes
 	searches chan struct{} // has an element for each search that is under way
+	found    sync.Map      // last size that a search has found, by device
 
 	mu      sync.Mutex
 	paths   map[netip.Prefix]*state
 	peers   map[string][]Path   // by key of the lease
 	resized map[string]struct{} // keys for Take
-	found   map[string]int      // last size that a search has found, by device
 }
 
 // NewLimit returns the limit for all probers of a host. It spreads the packets evenly.
@@ -110,7 +111,7 @@ func NewProber(c Config) *Prober {
 	}
 	return &Prober{
 		Config: c, order: schedule.NewQueue[*state](), reports: loglimit.NewChanges(loglimit.Burst), searches: make(chan struct{}, searchesAtOnce),
-		paths: map[netip.Prefix]*state{}, peers: map[string][]Path{}, resized: map[string]struct{}{}, found: map[string]int{},
+		paths: map[netip.Prefix]*state{}, peers: map[string][]Path{}, resized: map[string]struct{}{},
 	}
 }
 
@@ -202,12 +203,7 @@ func (p *Prober) add(key string, path Path) {
 // Prober is locked during these calls.
 func (p *Prober) Retain(is func(key string) bool) {
 	p.mu.Lock()
-	var gone []string
-	for key := range p.peers {
-		if !is(key) {
-			gone = append(gone, key)
-		}
-	}
+	gone := slices.DeleteFunc(slices.Collect(maps.Keys(p.peers)), is)
 	p.mu.Unlock()
 	for _, key := range gone {
 		p.Aim(key, nil)
@@ -230,10 +226,7 @@ func (p *Prober) Size(subnet netip.Prefix) int {
 func (p *Prober) Take() []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	var keys []string
-	for key := range p.resized {
-		keys = append(keys, key)
-	}
+	keys := slices.Collect(maps.Keys(p.resized))
 	clear(p.resized)
 	return keys
 }

@@ -50,20 +50,17 @@ func (o Outcome) Unreachable() (n int) {
 // outcome summarizes results, which it may reorder. The field Worst gets at most as many paths as the parameter
 // worst says.
 func outcome(results []Result, worst int) Outcome {
-	const ok, waiting = "ok", "waiting"
-	o := Outcome{Results: map[string]int{ok: 0, waiting: 0}, Worst: []Result{}}
+	const waiting = "waiting"
+	o := Outcome{Results: map[string]int{"ok": 0, waiting: 0}, Worst: []Result{}}
 	for _, part := range append(Parts(), Unknown) {
 		o.Results[string(part)] = 0
 	}
 
 	for _, r := range results {
-		switch {
-		case r.Checked.IsZero():
+		if r.Checked.IsZero() {
 			o.Results[waiting]++
-		case r.OK:
-			o.Results[ok]++
-		default:
-			o.Results[string(r.Broken)]++
+		} else {
+			o.Results[r.Result()]++
 		}
 	}
 	if worst == 0 {

@@ -33,7 +33,7 @@ func TestNoteOfARequest(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-				k := kindOf(f)
+				k := kinds[f]
 				b := k.echo(1, tt.size, tt.note)
 				if got, ok := k.noteOf(b); got != tt.want || ok != tt.want.Sender.IsValid() {
 					t.Errorf("%s: %v, %v, want %v", f, got, ok, tt.want)
@@ -52,7 +52,7 @@ func TestNoteOfARequest(t *testing.T) {
 
 // FuzzNote reads notes from any ICMP message. A note that is read must be the one that is written again.
 func FuzzNote(f *testing.F) {
-	k := kindOf(prefix.IPv4)
+	k := kinds[prefix.IPv4]
 	f.Add(k.echo(1, 64, Note{netip.MustParseAddr("10.5.2.0"), time.Second}))
 	f.Add(k.echo(1, 64, Note{netip.MustParseAddr("fd00:5:2::"), time.Second}))
 	f.Add(k.echo(1, 64, Note{}))

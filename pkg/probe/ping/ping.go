@@ -54,21 +54,19 @@ type icmpKind struct {
 	filter              func(fd int, types ...byte) error
 }
 
-func kindOf(f prefix.Family) icmpKind {
-	if f == prefix.IPv4 {
-		return icmpKind{
-			network: "ip4:icmp", any: "0.0.0.0", header: 20,
-			request: 8, reply: 0, unreachable: 3, tooBig: 3, expired: 11,
-			level: unix.IPPROTO_IP, discover: unix.IP_MTU_DISCOVER, hops: unix.IP_TTL,
-			filter: filter4,
-		}
-	}
-	return icmpKind{
+var kinds = map[prefix.Family]icmpKind{
+	prefix.IPv4: {
+		network: "ip4:icmp", any: "0.0.0.0", header: 20,
+		request: 8, reply: 0, unreachable: 3, tooBig: 3, expired: 11,
+		level: unix.IPPROTO_IP, discover: unix.IP_MTU_DISCOVER, hops: unix.IP_TTL,
+		filter: filter4,
+	},
+	prefix.IPv6: {
 		network: "ip6:ipv6-icmp", any: "::", header: 40,
 		request: 128, reply: 129, unreachable: 1, tooBig: 2, expired: 3,
 		level: unix.IPPROTO_IPV6, discover: unix.IPV6_MTU_DISCOVER, hops: unix.IPV6_UNICAST_HOPS,
 		filter: filter6,
-	}
+	},
 }
 
 // filter4 makes a socket receive only ICMP messages of these types.
@@ -106,7 +104,7 @@ const icmpHeader = 8
 const leastBuffer = 1500
 
 // SetHops sets the hop limit of packets of a socket of family f.
-func SetHops(fd int, f prefix.Family, hops int) error { return kindOf(f).setHops(fd, hops) }
+func SetHops(fd int, f prefix.Family, hops int) error { return kinds[f].setHops(fd, hops) }
 
 func (k icmpKind) setHops(fd, hops int) error { return unix.SetsockoptInt(fd, k.level, k.hops, hops) }
 

@@ -16,7 +16,7 @@ func TestParse(t *testing.T) {
 	const id = 0x01020304
 	from := netip.MustParseAddr("192.0.2.1")
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		k := kindOf(f)
+		k := kinds[f]
 		request := k.echo(id, 64, Note{})
 		message := func(kind, code byte, rest []byte) []byte {
 			return append([]byte{kind, code, 0, 0, 0, 0, 5, 0x14}, rest...) // an MTU of 1300

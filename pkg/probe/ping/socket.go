@@ -69,7 +69,7 @@ const sendTimeout = time.Second
 
 // openSocket opens a socket for family f, which the caller must close. heard is Pinger.Heard.
 func openSocket(ctx context.Context, f prefix.Family, heard func(netip.Addr, Note)) (*socket, error) {
-	kind := kindOf(f)
+	kind := kinds[f]
 	conn, err := kind.open(ctx, func(fd int) error {
 		// Without a filter each socket would also receive the requests of all peers.
 		if heard == nil {

@@ -48,7 +48,7 @@ type Host struct {
 // is.
 func NewHost(journal *status.Journal, tuner *tune.Tuner) *Host {
 	return &Host{
-		Firewall: keeper.NewHost(), Underlay: underlay.NewReader(), Journal: journal, Tuner: cmp.Or(tuner, &tune.Tuner{}),
+		Firewall: keeper.NewHost(), Underlay: &underlay.Reader{}, Journal: journal, Tuner: cmp.Or(tuner, &tune.Tuner{}),
 		Started: time.Now(), Probes: paths.NewLimit(), PathMTUs: pathmtu.NewLimit(),
 	}
 }
