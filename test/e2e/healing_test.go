@@ -808,6 +808,19 @@ func TestReadyAgainDuringStoreOutage(t *testing.T) {
 	}
 }
 
+// TestConfigurationOutOfAConflict moves a host while a device of another program has the VNI of flannel.1, so that no
+// session starts. The host must follow a configuration with another VNI.
+func TestConfigurationOutOfAConflict(t *testing.T) {
+	t.Parallel()
+	p := newDamagedHost(t, "vxlan", v4)
+	occupyVNI(t, p.host)
+	p.changeAddress(t)
+	expectLog(t, p.host.Daemon(), "the changed external interface cannot be used yet")
+	putConfig(t, p.lab, `{"Type":"vxlan","VNI":7}`)
+	expectReady(t, p.host.Daemon())
+	expectMatrix(t, p.lab)
+}
+
 // occupyVNI renames the host's vxlan device, so that it counts as a device of another program.
 // Before Linux 6.2 only a device that is down can be renamed, and the daemon sets it up again,
 // so the script repeats both commands.
