@@ -5,35 +5,46 @@
 package oneline
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
 	"unicode"
 )
 
-// joined is an error whose text is on one line.
-type joined struct{ error }
+// joined is an error whose text is the texts of its parts, separated by "; ".
+type joined struct{ parts []error }
 
 // Join returns an error that wraps all non-nil errs, like errors.Join, but separates
 // their texts with "; " instead of line breaks. It returns nil if all are nil, and the
 // error itself if only one is not nil.
 func Join(errs ...error) error {
-	some := slices.DeleteFunc(slices.Clone(errs), func(err error) bool { return err == nil })
+	var some []error
+	for _, err := range errs {
+		if err != nil {
+			some = append(some, err)
+		}
+	}
+
 	switch len(some) {
 	case 0:
 		return nil
 	case 1:
 		return some[0]
 	}
-	return joined{errors.Join(some...)}
+	return &joined{some}
 }
 
 // Error implements error.
-func (j joined) Error() string { return strings.ReplaceAll(j.error.Error(), "\n", "; ") }
+func (j *joined) Error() string {
+	texts := make([]string, len(j.parts))
+	for i, err := range j.parts {
+		texts[i] = err.Error()
+	}
+	return strings.Join(texts, "; ")
+}
 
 // Unwrap makes the parts visible to errors.Is and errors.As.
-func (j joined) Unwrap() error { return j.error }
+func (j *joined) Unwrap() []error { return j.parts }
 
 // most is the number of texts of a list that List shows.
 const most = 8
