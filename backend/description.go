@@ -28,8 +28,8 @@ type Description struct {
 	// Tunnels contains the packets in which hosts carry the network's packets between addresses of a family, and which
 	// they accept without authenticating the sender.
 	Tunnels map[prefix.Family][]firewall.Payload
-	// Files contains the paths of files that no other network of this host may use. Those in Env.StateDir are removed
-	// when the network was deleted.
+	// Files contains the paths of files that no other network of this host may use. Those in Env.StateDir whose
+	// names begin with wgkey are removed when the network was deleted.
 	Files        []string
 	Leftovers    []Leftover // those that may exist
 	SameLocation Inner      // the backend between hosts of one location; zero if there is none

@@ -3,6 +3,7 @@
 package discovery
 
 import (
+	"bytes"
 	"encoding/json"
 	"net/netip"
 
@@ -65,6 +66,9 @@ func SharedIn(l subnet.Lease, usable func(netip.Addr) bool) Endpoints {
 }
 
 func decode(raw json.RawMessage) map[string]string {
+	if !bytes.Contains(raw, []byte("PeerEndpoints")) { // as in nearly all leases
+		return nil
+	}
 	var d struct{ PeerEndpoints json.RawMessage }
 	var texts map[string]string
 	if json.Unmarshal(raw, &d) != nil || len(d.PeerEndpoints) > maxSharedSize || json.Unmarshal(d.PeerEndpoints, &texts) != nil || len(texts) > maxShared {

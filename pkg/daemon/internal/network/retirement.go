@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/flanneld/flanneld/backend"
@@ -140,7 +141,8 @@ func (n *Network) Retire(ctx context.Context, keep bool) error {
 	files := []string{n.opts.SubnetFile}
 	for _, d := range all {
 		for _, path := range d.Files {
-			if !keep && filepath.Dir(path) == filepath.Clean(n.opts.StateDir) { // others may be those of an operator
+			dir, name := filepath.Split(path)
+			if !keep && filepath.Clean(dir) == filepath.Clean(n.opts.StateDir) && strings.HasPrefix(name, "wgkey") { // others may be those of an operator
 				files = append(files, path)
 			}
 		}

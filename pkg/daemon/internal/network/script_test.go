@@ -134,15 +134,20 @@ func (s *scriptedHost) command(name string, args []string) {
 		s.stop()
 	case "retire":
 		s.stop()
-		if err := os.WriteFile(s.key(), nil, 0o600); err != nil {
-			s.Fatal(err)
+		for _, path := range s.keys() {
+			if err := os.WriteFile(path, nil, 0o600); err != nil {
+				s.Fatal(err)
+			}
 		}
 		s.open(nil)
 		if err := s.network.Retire(s.context(), false); err != nil {
 			s.did("retire: %v", err)
 		}
-		if _, err := os.Stat(s.key()); err == nil {
+		if _, err := os.Stat(s.keys()[0]); err == nil {
 			s.did("the key is left")
+		}
+		if _, err := os.Stat(s.keys()[1]); err != nil {
+			s.did("the key of the operator is gone: %v", err)
 		}
 		s.network.Close()
 		s.list()
@@ -188,8 +193,10 @@ func configText(words []string) string {
 	return string(text)
 }
 
-// key is the path of a file of each backend.
-func (s *scriptedHost) key() string { return filepath.Join(s.dir, "key") }
+// keys are the paths of the files of each backend: that of flanneld, and that of an operator in the same directory.
+func (s *scriptedHost) keys() []string {
+	return []string{filepath.Join(s.dir, "wgkey-red"), filepath.Join(s.dir, "operator.key")}
+}
 
 // list prints what there is on the host and in the store.
 func (s *scriptedHost) list() {
@@ -479,7 +486,7 @@ func (b scriptedBackend) scope() dataplane.Scope {
 }
 
 func (b scriptedBackend) Describe() backend.Description {
-	return backend.Description{Scope: b.scope(), LeaseType: b.kind, MTU: b.mtu, Files: []string{b.key()}}
+	return backend.Description{Scope: b.scope(), LeaseType: b.kind, MTU: b.mtu, Files: b.keys()}
 }
 
 func (b scriptedBackend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {

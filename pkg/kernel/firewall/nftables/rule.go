@@ -200,7 +200,7 @@ func (e expression) addTo(r *firewall.Rule, f prefix.Family, c expr.Cmp, mask []
 	}
 	ones := 8 * int(p.Len)
 	if mask != nil {
-		var bits int // 0 if zeros have ones after them
+		var bits int                                                    // 0 if zeros have ones after them
 		if ones, bits = net.IPMask(mask).Size(); bits != 8*int(p.Len) { //nolint:forbidigo // net/netip has no masks
 			return false
 		}
