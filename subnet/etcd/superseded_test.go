@@ -112,10 +112,10 @@ func TestSupersededClaimIsGivenBack(t *testing.T) {
 				if n := f.etcdLeases(t) - leases; n != 1 {
 					t.Errorf("%d etcd leases, want 1", n)
 				}
-				f.put(t, "subnets/10.5.201.0-24", leaseValue("192.0.2.9"))
-				w.Until(t, "the peer alone", subnettest.Has("10.5.201.0-24"))
+				f.put(t, "subnets/10.5.0.0-24", leaseValue("192.0.2.9")) // hosts get other subnets
+				w.Until(t, "the peer alone", subnettest.Has("10.5.0.0-24"))
 				for _, u := range w.All() {
-					if !subnettest.Has()(u) && !subnettest.Has("10.5.201.0-24")(u) {
+					if !subnettest.Has()(u) && !subnettest.Has("10.5.0.0-24")(u) {
 						t.Errorf("Watch has published a lease of the host itself: %+v", u)
 					}
 				}
