@@ -33,7 +33,7 @@ func Allocate(pools []Pool, wanted, taken []netip.Prefix) ([]netip.Prefix, error
 			s, ok = p.Pick(taken)
 		}
 		if !ok {
-			return nil, fmt.Errorf("%w: all %d from %s are taken", ErrNoSubnets, p.Size(), p)
+			return nil, fmt.Errorf("%w: all %s from %s are taken", ErrNoSubnets, p.Size(), p)
 		}
 		subnets = append(subnets, s)
 	}

@@ -6,7 +6,6 @@ import (
 	"cmp"
 	"fmt"
 	"iter"
-	"math"
 	"math/big"
 	"math/rand/v2"
 	"net/netip"
@@ -32,7 +31,8 @@ func (n Network) Pool() (Pool, error) {
 	first := n.Min
 	last := n.Max
 	if !first.IsValid() {
-		first = prefix.Last(netip.PrefixFrom(n.Prefix.Addr(), length)).Next()
+		one := new(big.Int).Lsh(big.NewInt(1), uint(f.Bits()-length))
+		first, _ = prefix.Add(n.Prefix.Addr(), one)
 	}
 	if !last.IsValid() {
 		last = netip.PrefixFrom(prefix.Last(n.Prefix), length).Masked().Addr()
@@ -106,9 +106,11 @@ func (n Network) subnetLen() (int, error) {
 // String returns the range in the form "10.5.1.0/24 to 10.5.255.0/24".
 func (p Pool) String() string { return fmt.Sprintf("%s to %s", p.first, p.last) }
 
-// Size returns the number of subnets of the pool, taken or not. A number that does not fit is
-// math.MaxUint64.
-func (p Pool) Size() uint64 { return p.index(p.last.Addr()) + 1 }
+// Size returns the number of subnets of the pool, taken or not.
+func (p Pool) Size() *big.Int {
+	n := p.index(p.last.Addr())
+	return n.Add(n, big.NewInt(1))
+}
 
 // Contains reports whether s is one of the pool's subnets.
 func (p Pool) Contains(s netip.Prefix) bool {
@@ -136,7 +138,7 @@ func (p Pool) Pick(taken []netip.Prefix) (s netip.Prefix, ok bool) {
 	}
 
 	for range guesses {
-		if s := p.at(rand.Uint64N(p.Size())); !slices.ContainsFunc(taken, s.Overlaps) {
+		if s, _ := p.at(below(p.Size())); !slices.ContainsFunc(taken, s.Overlaps) {
 			return s, true
 		}
 	}
@@ -144,39 +146,35 @@ func (p Pool) Pick(taken []netip.Prefix) (s netip.Prefix, ok bool) {
 	spans := p.spans(taken)
 	free := p.Size()
 	for _, t := range spans {
-		free -= t.size()
+		free.Sub(free, t.size())
 	}
-	if free == 0 {
+	if free.Sign() <= 0 {
 		return netip.Prefix{}, false
 	}
 
 	// The n-th free subnet comes after all taken spans that start at or below it.
-	n := rand.Uint64N(free)
+	n := below(free)
 	for _, t := range spans {
-		if n < t.from {
+		if n.Cmp(t.from) < 0 {
 			break
 		}
-		n += t.size()
+		n.Add(n, t.size())
 	}
-	return p.at(n), true
+	return p.at(n)
 }
 
-// at returns the pool's n-th subnet. The first one is 0.
-func (p Pool) at(n uint64) netip.Prefix {
-	above := new(big.Int).SetUint64(n)
-	sum := bigOf(p.first.Addr())
-	sum.Add(sum, above.Lsh(above, p.hostBits()))
-	a, _ := netip.AddrFromSlice(sum.FillBytes(p.first.Addr().AsSlice()))
-	return netip.PrefixFrom(a, p.first.Bits())
+// at returns the pool's n-th subnet. The first one is 0. ok is false if its address would be beyond
+// the last one of the family.
+func (p Pool) at(n *big.Int) (s netip.Prefix, ok bool) {
+	a, ok := prefix.Add(p.first.Addr(), new(big.Int).Lsh(n, p.hostBits()))
+	return netip.PrefixFrom(a, p.first.Bits()), ok
 }
-
-func bigOf(a netip.Addr) *big.Int { return new(big.Int).SetBytes(a.AsSlice()) }
 
 // All returns all subnets of the pool in their order, taken or not.
 func (p Pool) All() iter.Seq[netip.Prefix] {
 	return func(yield func(netip.Prefix) bool) {
-		for n := range p.Size() {
-			if !yield(p.at(n)) {
+		for n := new(big.Int); ; n.Add(n, big.NewInt(1)) {
+			if s, ok := p.at(n); !ok || !p.Contains(s) || !yield(s) {
 				return
 			}
 		}
@@ -184,21 +182,27 @@ func (p Pool) All() iter.Seq[netip.Prefix] {
 }
 
 // span is a run of taken subnets, by index in the pool, both ends included.
-type span struct{ from, to uint64 }
+type span struct{ from, to *big.Int }
 
-func (s span) size() uint64 { return s.to - s.from + 1 }
+func (s span) size() *big.Int {
+	n := new(big.Int).Sub(s.to, s.from)
+	return n.Add(n, big.NewInt(1))
+}
 
 // spans returns the runs of the pool's subnets that overlap a prefix in taken, sorted and without
 // overlaps.
 func (p Pool) spans(taken []netip.Prefix) []span {
 	all := make([]span, 0, len(taken))
 	for _, t := range taken {
-		if !t.IsValid() || !p.overlaps(t) {
+		if !t.IsValid() {
 			continue
 		}
 
 		low := t.Masked().Addr()
 		high := prefix.Last(t)
+		if high.Less(p.first.Addr()) || prefix.Last(p.last).Less(low) {
+			continue
+		}
 		if low.Less(p.first.Addr()) {
 			low = p.first.Addr()
 		}
@@ -208,28 +212,36 @@ func (p Pool) spans(taken []netip.Prefix) []span {
 		all = append(all, span{p.index(low), p.index(high)})
 	}
 
-	slices.SortFunc(all, func(a, b span) int { return cmp.Compare(a.from, b.from) })
+	slices.SortFunc(all, func(a, b span) int { return cmp.Or(a.from.Cmp(b.from), a.to.Cmp(b.to)) })
 	merged := all[:0]
 	for _, s := range all {
-		if last := len(merged) - 1; last >= 0 && s.from <= merged[last].to {
-			merged[last].to = max(merged[last].to, s.to)
-		} else {
+		last := len(merged) - 1
+		switch {
+		case last < 0 || merged[last].to.Cmp(s.from) < 0:
 			merged = append(merged, s)
+		case merged[last].to.Cmp(s.to) < 0:
+			merged[last].to = s.to
 		}
 	}
 	return merged
 }
 
-// index returns the number of the pool's subnet that contains a. The pool's first subnet is 0. A number that does
-// not fit becomes the largest one that leaves room for Size. a must not be below the first subnet.
-func (p Pool) index(a netip.Addr) uint64 {
-	const most = math.MaxUint64 - 1
-	d := bigOf(a)
-	d.Sub(d, bigOf(p.first.Addr()))
-	if d.Rsh(d, p.hostBits()); !d.IsUint64() {
-		return most
-	}
-	return min(d.Uint64(), most)
+// index returns the number of the pool's subnet that contains a. The pool's first subnet is 0. a
+// must not be below the first subnet.
+func (p Pool) index(a netip.Addr) *big.Int {
+	d := prefix.Distance(p.first.Addr(), a)
+	return d.Rsh(d, p.hostBits())
 }
 
 func (p Pool) hostBits() uint { return uint(p.first.Addr().BitLen() - p.first.Bits()) }
+
+// below returns a uniformly random number that is at least 0 and less than n.
+func below(n *big.Int) *big.Int {
+	for excess := uint(128 - n.BitLen()); ; {
+		r := new(big.Int).SetUint64(rand.Uint64())
+		r.Lsh(r, 64).Or(r, new(big.Int).SetUint64(rand.Uint64()))
+		if r.Rsh(r, excess); r.Cmp(n) < 0 {
+			return r
+		}
+	}
+}

@@ -3,7 +3,7 @@
 package subnet
 
 import (
-	"math"
+	"math/big"
 	"net/netip"
 )
 
@@ -29,19 +29,26 @@ func (p Pool) Usage(leases []Lease) Usage {
 		}
 	}
 
+	kept := p.covered(reserved)
 	taken := p.covered(all)
-	u := Usage{Free: p.Size(), Reserved: p.covered(reserved)}
-	u.Leased = taken - u.Reserved
-	if u.Free < math.MaxUint64 {
-		u.Free -= taken
+	return Usage{
+		Free: saturated(new(big.Int).Sub(p.Size(), taken)), Leased: saturated(new(big.Int).Sub(taken, kept)), Reserved: saturated(kept),
 	}
-	return u
 }
 
 // covered returns how many subnets of the pool overlap one of taken.
-func (p Pool) covered(taken []netip.Prefix) (n uint64) {
+func (p Pool) covered(taken []netip.Prefix) *big.Int {
+	n := new(big.Int)
 	for _, s := range p.spans(taken) {
-		n += s.size()
+		n.Add(n, s.size())
 	}
 	return n
+}
+
+// saturated returns n, or math.MaxUint64 if n does not fit.
+func saturated(n *big.Int) uint64 {
+	if !n.IsUint64() {
+		return 1<<64 - 1
+	}
+	return n.Uint64()
 }

@@ -5,6 +5,7 @@
 package prefix
 
 import (
+	"math/big"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -71,6 +72,27 @@ func Last(p netip.Prefix) netip.Addr {
 // Contains reports whether outer contains every address of inner.
 func Contains(outer, inner netip.Prefix) bool {
 	return outer.Bits() <= inner.Bits() && outer.Contains(inner.Addr())
+}
+
+// Add returns the address n above a. ok is false if the result is outside the address
+// space of a's family.
+func Add(a netip.Addr, n *big.Int) (sum netip.Addr, ok bool) {
+	v := new(big.Int).SetBytes(a.AsSlice())
+	v.Add(v, n)
+	if v.Sign() < 0 || v.BitLen() > a.BitLen() {
+		return netip.Addr{}, false
+	}
+	b := v.FillBytes(make([]byte, a.BitLen()/8))
+	sum, ok = netip.AddrFromSlice(b)
+	return sum, ok
+}
+
+// Distance returns b - a, which is negative if b is below a. Both must belong to the same
+// family.
+func Distance(a, b netip.Addr) *big.Int {
+	x := new(big.Int).SetBytes(a.AsSlice())
+	y := new(big.Int).SetBytes(b.AsSlice())
+	return y.Sub(y, x)
 }
 
 // Merge returns the smallest set of prefixes that contain exactly the addresses of all, sorted.
