@@ -33,6 +33,7 @@ type login struct {
 	token   string        // empty if etcd does not require one
 	valid   bool          // false: the next request needs a login
 	worked  bool          // a request has succeeded since the last login began
+	before  bool          // a login was started before
 	err     error         // the error of the last login; nil if it succeeded
 	running chan struct{} // closed when the login in progress ends; nil if there is none
 }
@@ -77,9 +78,10 @@ func (l *login) start(life context.Context) (valid bool, token string, running c
 		case l.worked:
 			l.retry.Reset()
 			pause = l.turn
-		case l.err != nil, l.token != "": // the last login failed, or no request has succeeded with its token
+		case l.before: // the last login failed, or no request has succeeded with its token
 			pause = func(ctx context.Context) error { return l.retry.Wait(ctx, 0) }
 		}
+		l.before = true
 		l.worked = false
 		go l.run(life, pause)
 	}
