@@ -4,6 +4,7 @@ package etcd
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -69,7 +70,14 @@ func (m *Manager) backoff() *wait.Backoff {
 	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5, Forget: calm}
 }
 
-// retry repeats f: see loglimit.Outage.Retry.
+// retry repeats f: see loglimit.Outage.Retry. A store that refuses a write because of a conflict has answered.
 func (m *Manager) retry(ctx context.Context, activity string, f func() error) error {
-	return m.outage.Retry(ctx, activity, m.backoff(), f)
+	b := &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5, Forget: calm}
+	return m.outage.Retry(ctx, activity, b, func() error {
+		err := f()
+		if errors.Is(err, errConflict) {
+			m.outage.Report(ctx, activity, nil)
+		}
+		return err
+	})
 }

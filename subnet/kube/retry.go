@@ -4,6 +4,7 @@ package kube
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
@@ -17,9 +18,15 @@ const (
 	getting     = "get node " // the name of the Node follows
 )
 
-// retry repeats f: see loglimit.Outage.Retry.
+// retry repeats f: see loglimit.Outage.Retry. A server that no longer has a revision has answered.
 func (m *Manager) retry(ctx context.Context, activity string, f func() error) error {
-	return m.outage.Retry(ctx, activity, m.backoff(), f)
+	return m.outage.Retry(ctx, activity, m.backoff(), func() error {
+		err := f()
+		if errors.Is(err, errRelist) {
+			m.outage.Report(ctx, activity, nil)
+		}
+		return err
+	})
 }
 
 // calm is the time without a pause after which the pauses start again from the shortest, as after a long

@@ -61,7 +61,7 @@ func DecodeStatus(body []byte) (*StatusError, error) {
 		return decodeStatus(raw)
 	}
 	e := &StatusError{}
-	if json.Unmarshal(body, &e.Status) != nil {
+	if json.Unmarshal(body, &e.Status) != nil && e.Message == "" { // a field of another type does not hide the message
 		return nil, err
 	}
 	return e, nil
