@@ -108,7 +108,7 @@ func parsePeers(texts []string) ([]netip.Prefix, error) {
 			err = nil
 		}
 		if err != nil {
-			return nil, fmt.Errorf("--peer %q is invalid: expected the public address or the subnet of a peer", text)
+			return nil, openError{fmt.Errorf("--peer %q is invalid: expected the public address or the subnet of a peer", text)}
 		}
 		peers = append(peers, p.Masked())
 	}

@@ -32,11 +32,11 @@ func (f *clusterFlags) check(*cobra.Command, []string) error {
 	selector, err := labels.Parse(f.selector)
 	switch {
 	case f.timeout <= 0:
-		return fmt.Errorf("--timeout %s is invalid: expected a time above zero", f.timeout)
+		return openError{fmt.Errorf("--timeout %s is invalid: expected a time above zero", f.timeout)}
 	case len(validation.IsDNS1123Label(f.namespace)) > 0:
-		return fmt.Errorf("--namespace %q is invalid: expected a name such as kube-flannel", subnet.Shorten(f.namespace))
+		return openError{fmt.Errorf("--namespace %q is invalid: expected a name such as kube-flannel", subnet.Shorten(f.namespace))}
 	case err != nil || selector.Empty():
-		return fmt.Errorf("--selector %q is invalid: expected labels such as app=flannel", subnet.Shorten(f.selector))
+		return openError{fmt.Errorf("--selector %q is invalid: expected labels such as app=flannel", subnet.Shorten(f.selector))}
 	}
 	return nil
 }

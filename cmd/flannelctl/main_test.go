@@ -7,6 +7,7 @@ import (
 	"context"
 	"io"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 
@@ -112,7 +113,7 @@ func TestArgumentsAreRefused(t *testing.T) {
 }
 
 // TestFlagsRefuseNonsense checks that an impossible value of a flag gives an error of one
-// line that names the flag.
+// line that names the flag, and exit code 2 where 1 says that something is broken.
 func TestFlagsRefuseNonsense(t *testing.T) {
 	for _, tc := range []struct{ args, want string }{
 		{"check --peer=x", `--peer "x" is invalid: expected the public address or the subnet of a peer`},
@@ -142,6 +143,8 @@ func TestFlagsRefuseNonsense(t *testing.T) {
 	} {
 		if _, err := run(t, strings.Fields(tc.args)...); err == nil || !strings.Contains(err.Error(), tc.want) || strings.Contains(err.Error(), "\n") {
 			t.Errorf("%s: %v, want %q", tc.args, err, tc.want)
+		} else if command, _, _ := strings.Cut(tc.args, " "); slices.Contains([]string{"check", "status", "mesh"}, command) && strings.Contains(tc.want, " is invalid") && exitCode(err) != 2 {
+			t.Errorf("%s: exit code %d, want 2", tc.args, exitCode(err))
 		}
 	}
 }

@@ -62,7 +62,7 @@ a path is broken or a host says that its pods are cut off, and 2 if no host has 
 			"  flannelctl mesh --kubeconfig-file ~/.kube/config --namespace kube-flannel",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if f.interval < leastInterval {
-				return fmt.Errorf("--interval %s is invalid: expected at least %s", f.interval, leastInterval)
+				return openError{fmt.Errorf("--interval %s is invalid: expected at least %s", f.interval, leastInterval)}
 			}
 			if watch {
 				return watchMesh(cmd.Context(), cmd.OutOrStdout(), &f)
@@ -86,7 +86,7 @@ func (f *meshFlags) addTo(cmd *cobra.Command) {
 	f.clusterFlags.addTo(cmd, 5*time.Second, "time that a host may take to begin its answer, and again to send it")
 	cmd.PreRunE = func(cmd *cobra.Command, args []string) error {
 		if f.port == 0 {
-			return errors.New("--statusz-port 0 is invalid: expected a port from 1 to 65535")
+			return openError{errors.New("--statusz-port 0 is invalid: expected a port from 1 to 65535")}
 		}
 		return f.check(cmd, args)
 	}

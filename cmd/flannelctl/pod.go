@@ -49,11 +49,11 @@ func (f *podFlags) addTo(cmd *cobra.Command) {
 // parse returns the targets.
 func (f *podFlags) parse() ([]paths.Target, error) {
 	if len(f.targets) > 0 && !f.use {
-		return nil, errors.New("--target needs --pod: this host itself only checks peers")
+		return nil, openError{errors.New("--target needs --pod: this host itself only checks peers")}
 	}
 	targets, err := parseTargets(f.targets)
 	if err != nil {
-		return nil, fmt.Errorf("--target %w", err)
+		return nil, openError{fmt.Errorf("--target %w", err)}
 	}
 	return targets, nil
 }

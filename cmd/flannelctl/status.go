@@ -48,7 +48,7 @@ ready, and 2 if it cannot be asked.`,
 			base := socketURL
 			if where != "" {
 				if u, err := url.Parse(where); err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" {
-					return fmt.Errorf("--url %q is invalid: expected a URL such as http://host:port", where)
+					return openError{fmt.Errorf("--url %q is invalid: expected a URL such as http://host:port", where)}
 				}
 				// Another host must not make this one send requests to arbitrary addresses.
 				client = &http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
@@ -56,7 +56,7 @@ ready, and 2 if it cannot be asked.`,
 			}
 
 			if timeout <= 0 {
-				return fmt.Errorf("--timeout %s is invalid: expected a time above zero", timeout)
+				return openError{fmt.Errorf("--timeout %s is invalid: expected a time above zero", timeout)}
 			}
 			var r status.Report
 			var err error

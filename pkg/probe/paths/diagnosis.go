@@ -71,6 +71,8 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 		v.Advice = inner.String() + " " + v.Advice
 	case errors.Is(err, syscall.EINVAL):
 		return fail(Tunnel, err, "this host itself drops packets to "+inner.String()+": look for a rule or route that does: ip rule show; ip route show table all")
+	case v.Broken == Tunnel && errors.Is(outerErr, ping.ErrNoSocket): // the host was not asked
+		return fail(Unknown, outerErr, "this host cannot send checks")
 	case v.Broken == Tunnel && outerErr != nil:
 		return fail(Underlay, outerErr, p.PublicIP.String()+" does not answer either: check the host and the path to it")
 	case v.Broken == Tunnel && !n.Devices:

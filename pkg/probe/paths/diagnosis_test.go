@@ -45,6 +45,20 @@ func TestInterruptedDiagnosis(t *testing.T) {
 	}
 }
 
+// TestDiagnosisWithoutSockets expects no verdict about a peer if this host cannot open sockets.
+func TestDiagnosisWithoutSockets(t *testing.T) {
+	failed := fmt.Errorf("%w: too many open files", ping.ErrNoSocket)
+	s := sender{
+		wait:  freely,
+		ping:  func(context.Context, netip.Addr, ping.Path, time.Duration) (time.Duration, error) { return 0, failed },
+		knock: func(context.Context, netip.Addr, int) error { return failed },
+	}
+	v := s.diagnose(t.Context(), path(1), Network{MTU: 1450, Devices: true})
+	if v.OK || v.Broken != Unknown || !strings.HasPrefix(v.Advice, "this host cannot send checks (") {
+		t.Errorf("%+v, want an unknown part of a path that was not checked", v)
+	}
+}
+
 // TestDiagnosis tells from the packets that pass which part of a path is broken.
 func TestDiagnosis(t *testing.T) {
 	silence := errors.New("no answer")
