@@ -32,7 +32,7 @@ func TestKernelLegacyRests(t *testing.T) {
 	expect(policy, false)
 	few := rest(prefix.IPv4)
 
-	firewalltest.Shell(t, `{ echo '*nat'; echo ':OTHER - [0:0]'; seq 4000 | sed 's/.*/-A OTHER -p tcp --dport & -j RETURN/'; echo COMMIT; } | iptables-legacy-restore --noflush
+	firewalltest.Shell(t, `{ echo '*nat'; echo ':OTHER - [0:0]'; seq 20000 | sed 's/.*/-A OTHER -p tcp --dport & -j RETURN/'; echo COMMIT; } | iptables-legacy-restore --noflush
 		ip6tables-legacy -F FLANNEL-FWD`)
 	for _, f := range families() {
 		a.trusted[f] = trusted{a.trusted[f].wanted, time.Now().Add(time.Hour)}
@@ -44,7 +44,7 @@ func TestKernelLegacyRests(t *testing.T) {
 	expect(policy, true)
 	expect(policy, false)
 	if many := rest(prefix.IPv4); few <= 0 || many < 2*few {
-		t.Errorf("the rules are left alone for %s, and beside 4,000 rules for %s; want much longer", few, many)
+		t.Errorf("the rules are left alone for %s, and beside 20,000 rules for %s; want much longer", few, many)
 	}
 
 	policy.Networks[0].Subnet = netip.MustParsePrefix("10.5.65.0/24")
