@@ -43,12 +43,12 @@ var (
 	errBehind  = errors.New("the watch is behind the store")
 	errClosed  = fmt.Errorf("manager is closed: %w", context.Canceled)
 
-	errConflict error = loglimit.Again("another node was faster")
-	errRenewed  error = loglimit.Again("the connection was given up for a new one")
+	errConflict error = loglimit.Again{Text: "another node was faster", Answered: true}
+	errRenewed  error = loglimit.Again{Text: "the connection was given up for a new one"}
 	// errRelist means that all leases have to be listed, because a watch cannot continue from its
 	// revision: the revision was compacted, the store is another one, or the events since then are
 	// too many or do not come.
-	errRelist error = loglimit.Again("watch cannot be resumed")
+	errRelist error = loglimit.Again{Text: "watch cannot be resumed"}
 )
 
 // explain converts an error of the client library to a storeError, whose text is one line with the

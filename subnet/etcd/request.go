@@ -4,7 +4,6 @@ package etcd
 
 import (
 	"context"
-	"errors"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -70,14 +69,7 @@ func (m *Manager) backoff() *wait.Backoff {
 	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5, Forget: calm}
 }
 
-// retry repeats f: see loglimit.Outage.Retry. A store that refuses a write because of a conflict has answered.
+// retry repeats f: see loglimit.Outage.Retry.
 func (m *Manager) retry(ctx context.Context, activity string, f func() error) error {
-	b := &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5, Forget: calm}
-	return m.outage.Retry(ctx, activity, b, func() error {
-		err := f()
-		if errors.Is(err, errConflict) {
-			m.outage.Report(ctx, activity, nil)
-		}
-		return err
-	})
+	return m.outage.Retry(ctx, activity, m.backoff(), f)
 }

@@ -64,7 +64,7 @@ type client struct {
 
 // errEnded means that a watch which the server had accepted has ended early or has lost its
 // connection, or that renew has closed the connection of a request.
-var errEnded error = loglimit.Again("watch has ended")
+var errEnded error = loglimit.Again{Text: "watch has ended"}
 
 // randomTime returns a random time from 0 to most, so that hosts do not act at the same moment. Scripts
 // of tests have another function in its place.

@@ -4,7 +4,6 @@ package kube
 
 import (
 	"context"
-	"errors"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
@@ -18,15 +17,9 @@ const (
 	getting     = "get node " // the name of the Node follows
 )
 
-// retry repeats f: see loglimit.Outage.Retry. A server that no longer has a revision has answered.
+// retry repeats f: see loglimit.Outage.Retry.
 func (m *Manager) retry(ctx context.Context, activity string, f func() error) error {
-	return m.outage.Retry(ctx, activity, m.backoff(), func() error {
-		err := f()
-		if errors.Is(err, errRelist) {
-			m.outage.Report(ctx, activity, nil)
-		}
-		return err
-	})
+	return m.outage.Retry(ctx, activity, m.backoff(), f)
 }
 
 // calm is the time without a pause after which the pauses start again from the shortest, as after a long

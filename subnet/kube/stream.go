@@ -22,7 +22,7 @@ import (
 
 // errRelist means that a watch cannot continue from its revision, so that the Nodes have to be
 // listed.
-var errRelist error = loglimit.Again("watch cannot be resumed")
+var errRelist error = loglimit.Again{Text: "watch cannot be resumed", Answered: true}
 
 // listing is what a list contains besides the Nodes.
 type listing struct {

@@ -25,12 +25,15 @@ type Failure interface {
 	RetryAfter() time.Duration
 }
 
-// Again is the text of a failure that says nothing about the service: of a connection that was closed on purpose,
-// or of a request that has to be made in another way.
-type Again string
+// Again is a failure that is no fault of the service: of a connection that was closed on purpose, or of a request that
+// has to be made in another way.
+type Again struct {
+	Text     string
+	Answered bool // whether the service has answered, which ends an outage
+}
 
 // Error implements error.
-func (a Again) Error() string { return string(a) }
+func (a Again) Error() string { return a.Text }
 
 // Kind implements Failure.
 func (Again) Kind() string { return "" }
@@ -89,9 +92,12 @@ func (t *Outage) Retry(ctx context.Context, activity string, b *wait.Backoff, f 
 }
 
 // Report records the outcome of an activity. It ignores the outcome if ctx or that of the error has ended,
-// because that may be the cause of the error, and a Failure without a Kind.
+// because that may be the cause of the error, and a Failure without a Kind unless the service has answered.
 func (t *Outage) Report(ctx context.Context, activity string, err error) {
 	failure, failed := errors.AsType[Failure](err)
+	if again, ok := errors.AsType[Again](err); ok && again.Answered {
+		failed = false
+	}
 	if ctx.Err() != nil || errors.Is(err, context.Canceled) || failed && failure.Kind() == "" {
 		return
 	}

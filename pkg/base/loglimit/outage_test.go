@@ -35,7 +35,7 @@ func TestTracker(t *testing.T) {
 	tracker.Report(ctx, "watch", nil)
 	tracker.Report(ctx, "watch", fmt.Errorf("list: %w", failure{"down"}))
 	tracker.Report(ctx, "watch", failure{"down"})
-	tracker.Report(ctx, "watch", Again("closed on purpose"))
+	tracker.Report(ctx, "watch", Again{Text: "closed on purpose"})
 	tracker.Report(ctx, "watch", fmt.Errorf("closed: %w", context.Canceled))
 	tracker.Report(ctx, "lease", failure{"TLS"})
 	tracker.Report(ctx, "lease", failure{"down"})
@@ -43,19 +43,21 @@ func TestTracker(t *testing.T) {
 	tracker.Report(ctx, "watch", errors.New("nonsense, but an answer"))
 	tracker.Report(ctx, "lease", nil)
 	tracker.Report(ctx, "watch", failure{"down"})
+	tracker.Report(ctx, "watch", fmt.Errorf("conflict: %w", Again{Text: "another was faster", Answered: true}))
+	tracker.Report(ctx, "watch", failure{"down"})
 	tracker.Forget("watch")
 	tracker.Report(ctx, "lease", nil)
 
-	want := "<nil>, list: down error, TLS error, <nil>, down error, <nil>"
+	want := "<nil>, list: down error, TLS error, <nil>, down error, <nil>, down error, <nil>"
 	if got := strings.Join(reported, ", "); got != want {
 		t.Errorf("reported %s\nwant %s", got, want)
 	}
 	log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
-	if n := strings.Count(log, "store is not usable"); n != 3 {
-		t.Errorf("%d lines about the outage, want 3:\n%s", n, log)
+	if n := strings.Count(log, "store is not usable"); n != 4 {
+		t.Errorf("%d lines about the outage, want 4:\n%s", n, log)
 	}
-	if n := strings.Count(log, "store is usable again"); n != 2 {
-		t.Errorf("%d lines about its end, want 2:\n%s", n, log)
+	if n := strings.Count(log, "store is usable again"); n != 3 {
+		t.Errorf("%d lines about its end, want 3:\n%s", n, log)
 	}
 }
 
@@ -64,7 +66,7 @@ func TestTracker(t *testing.T) {
 func TestRetry(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		final := errors.New("nonsense, but an answer")
-		outcomes := []error{failure{"down"}, Again("closed on purpose"), fmt.Errorf("list: %w", failure{"down"}), final}
+		outcomes := []error{failure{"down"}, Again{Text: "closed on purpose"}, fmt.Errorf("list: %w", failure{"down"}), final}
 		tries := 0
 		var reported []error
 		tracker := NewOutage("store", func(err error) { reported = append(reported, err) })
