@@ -27,10 +27,9 @@ type Description struct {
 	Ports map[string][]int
 	// Tunnels contains the packets in which hosts carry the network's packets between addresses of a family, and which
 	// they accept without authenticating the sender.
-	Tunnels map[prefix.Family][]firewall.Payload
-	// Files contains the paths of files that no other network of this host may use. Those in Env.StateDir whose
-	// names begin with wgkey are removed when the network was deleted.
-	Files        []string
+	Tunnels      map[prefix.Family][]firewall.Payload
+	Files        []string   // paths of files that no other network of this host may use; they belong to an operator
+	Kept         []string   // paths of the network's own files, which are kept until the network is deleted
 	Leftovers    []Leftover // those that may exist
 	SameLocation Inner      // the backend between hosts of one location; zero if there is none
 	Overflow     Inner      // the tunnel to hosts that the routers of a cloud do not reach; zero if there is none
@@ -59,7 +58,7 @@ func (d Description) Join(other Description) Description {
 	all := Description{
 		Scope: d.Scope, LeaseType: d.LeaseType, MTU: least.Of(d.MTU, other.MTU), CheckPublicEndpoint: d.CheckPublicEndpoint,
 		Ports: union(d.Ports, other.Ports), Tunnels: union(d.Tunnels, other.Tunnels),
-		Files: slices.Concat(d.Files, other.Files), Leftovers: slices.Concat(d.Leftovers, other.Leftovers),
+		Files: slices.Concat(d.Files, other.Files), Kept: slices.Concat(d.Kept, other.Kept), Leftovers: slices.Concat(d.Leftovers, other.Leftovers),
 		Inside: slices.Concat(d.Inside, other.Inside),
 	}
 	all.Scope.Devices = slices.Concat(d.Scope.Devices, other.Scope.Devices)

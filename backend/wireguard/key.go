@@ -30,6 +30,7 @@ const writtenFile = "wgkey-written"
 // keyStore stores the private key, so that it survives restarts and reboots.
 type keyStore struct {
 	path     string // empty if the key is not stored
+	own      bool   // whether path is not that of an operator
 	fallback string // path of the file to read if path does not exist; empty if there is none
 	written  string // path of the list of written key files; empty if there is no list
 	foreign  bool   // the key in path may belong to another host
@@ -49,7 +50,7 @@ func newKeyStore(stateDir, network string) keyStore {
 	}
 
 	name := keyFile
-	s := keyStore{fallback: flannelKeyFile}
+	s := keyStore{fallback: flannelKeyFile, own: true}
 	if network != "" {
 		name += "-" + network
 		s.fallback = ""

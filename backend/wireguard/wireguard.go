@@ -82,8 +82,12 @@ func (b *Backend) Describe() backend.Description {
 		d.Ports[Type] = append(d.Ports[Type], t.port)
 		d.Leftovers = append(d.Leftovers, socketLeftover(socketPath(socketDir, t.name)))
 	}
-	if path := newKeyStore(b.env.StateDir, b.env.Network).path; path != "" {
-		d.Files = []string{path}
+	switch key := newKeyStore(b.env.StateDir, b.env.Network); {
+	case key.path == "":
+	case key.own:
+		d.Kept = []string{key.path}
+	default:
+		d.Files = []string{key.path}
 	}
 	return d
 }

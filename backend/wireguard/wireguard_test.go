@@ -443,3 +443,15 @@ func describe(c wgtypes.Config) string {
 	}
 	return strings.Join(words, " ")
 }
+
+// TestFilesOfTheKey expects that the key goes with its network, unless it belongs to an operator.
+func TestFilesOfTheKey(t *testing.T) {
+	b := &Backend{env: backend.Env{StateDir: "/state", Network: "red"}}
+	if d := b.Describe(); len(d.Files) > 0 || !slices.Equal(d.Kept, []string{"/state/wgkey-red"}) {
+		t.Errorf("files %v, kept %v", d.Files, d.Kept)
+	}
+	t.Setenv(keyFileVariable, "/state/operator")
+	if d := b.Describe(); len(d.Kept) > 0 || !slices.Equal(d.Files, []string{"/state/operator"}) {
+		t.Errorf("of an operator: files %v, kept %v", d.Files, d.Kept)
+	}
+}

@@ -8,9 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/flanneld/flanneld/backend"
@@ -139,12 +137,9 @@ func (n *Network) Retire(ctx context.Context, keep bool) error {
 	}
 
 	files := []string{n.opts.SubnetFile}
-	for _, d := range all {
-		for _, path := range d.Files {
-			dir, name := filepath.Split(path)
-			if !keep && filepath.Clean(dir) == filepath.Clean(n.opts.StateDir) && strings.HasPrefix(name, "wgkey") { // others may be those of an operator
-				files = append(files, path)
-			}
+	if !keep {
+		for _, d := range all {
+			files = append(files, d.Kept...)
 		}
 	}
 	for _, path := range files {

@@ -134,7 +134,8 @@ func (s *scriptedHost) command(name string, args []string) {
 		s.stop()
 	case "retire":
 		s.stop()
-		for _, path := range s.keys() {
+		own, others := s.keys()
+		for _, path := range []string{own, others} {
 			if err := os.WriteFile(path, nil, 0o600); err != nil {
 				s.Fatal(err)
 			}
@@ -143,10 +144,10 @@ func (s *scriptedHost) command(name string, args []string) {
 		if err := s.network.Retire(s.context(), false); err != nil {
 			s.did("retire: %v", err)
 		}
-		if _, err := os.Stat(s.keys()[0]); err == nil {
+		if _, err := os.Stat(own); err == nil {
 			s.did("the key is left")
 		}
-		if _, err := os.Stat(s.keys()[1]); err != nil {
+		if _, err := os.Stat(others); err != nil {
 			s.did("the key of the operator is gone: %v", err)
 		}
 		s.network.Close()
@@ -193,9 +194,9 @@ func configText(words []string) string {
 	return string(text)
 }
 
-// keys are the paths of the files of each backend: that of flanneld, and that of an operator in the same directory.
-func (s *scriptedHost) keys() []string {
-	return []string{filepath.Join(s.dir, "wgkey-red"), filepath.Join(s.dir, "operator.key")}
+// keys returns the paths of the two files of each backend: its own, and that of an operator in the same directory.
+func (s *scriptedHost) keys() (own, others string) {
+	return filepath.Join(s.dir, "own.key"), filepath.Join(s.dir, "operator.key")
 }
 
 // list prints what there is on the host and in the store.
@@ -486,7 +487,8 @@ func (b scriptedBackend) scope() dataplane.Scope {
 }
 
 func (b scriptedBackend) Describe() backend.Description {
-	return backend.Description{Scope: b.scope(), LeaseType: b.kind, MTU: b.mtu, Files: b.keys()}
+	own, others := b.keys()
+	return backend.Description{Scope: b.scope(), LeaseType: b.kind, MTU: b.mtu, Kept: []string{own}, Files: []string{others}}
 }
 
 func (b scriptedBackend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
