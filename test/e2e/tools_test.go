@@ -729,8 +729,7 @@ func (f toolFaults) expectNotReady() {
 // expectFine waits until no command finds anything. A host needs a moment for that after a cure.
 func (f toolFaults) expectFine(when string, commands []string) {
 	f.t.Helper()
-	const limit = 90 * time.Second // after a look that took long, the daemon looks again in a minute
-	within(f.t, limit, when, func() error {
+	within(f.t, 20*time.Second, when, func() error {
 		for _, command := range commands {
 			if code, out := f.ask(command); code != 0 || strings.Contains(out, "PROBLEM") {
 				return fmt.Errorf("flannelctl %s exits with %d:\n%s", command, code, out)

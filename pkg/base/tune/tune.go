@@ -14,6 +14,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
@@ -129,4 +131,14 @@ func (t *Tuner) Rest(ctx context.Context, started <-chan struct{}, written func(
 		release(ctx)
 	}
 	return nil
+}
+
+// Spent returns the CPU time that the process has used. Elapsed time would also contain the work of other programs on a
+// busy host.
+func Spent() time.Duration {
+	var u unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+		return 0
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/tune"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
@@ -36,9 +37,9 @@ func (o Options) gather(ctx context.Context, rest time.Duration) gathered {
 // callers share reads, and the time between two of them is at least rest.
 func (o Options) shared(ctx context.Context, rest time.Duration) gathered {
 	read := func(ctx context.Context) gathered {
-		start := spent()
+		start := tune.Spent()
 		f, err := o.read(ctx)
-		return gathered{f, err, spent() - start}
+		return gathered{f, err, tune.Spent() - start}
 	}
 	key := fmt.Sprint(o.Families, o.asksForInterface(), rest)
 	batch, _ := cmp.Or(o.Reader, &Reader{}).facts.LoadOrStore(key, &wait.Batch[gathered]{Rest: rest})
@@ -100,16 +101,6 @@ const mostAsked = 16
 var elsewhere = map[prefix.Family]netip.Addr{
 	prefix.IPv4: netip.MustParseAddr("192.0.2.1"),
 	prefix.IPv6: netip.MustParseAddr("2001:db8::1"),
-}
-
-// spent returns the CPU time that the process has used. Elapsed time would also contain the work of
-// other programs on a busy host.
-func spent() time.Duration {
-	var u unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
-		return 0
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // dump calls list until no change interrupts it. Errors name the result by the word in what.

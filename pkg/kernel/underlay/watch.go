@@ -11,6 +11,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/base/tune"
 	"github.com/flanneld/flanneld/pkg/base/wait"
 )
 
@@ -62,12 +63,12 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 
 		facts := read.facts
 		err := read.err
-		start := spent()
+		start := tune.Spent()
 		var c choice
 		if err == nil {
 			c, err = choose(facts, o)
 		}
-		cost := read.cost + spent() - start
+		cost := read.cost + tune.Spent() - start
 
 		before := f.now
 		moved, again := f.consider(ctx, observation{time.Now(), c.Interface, err, facts.isDown(f.now.Name), facts.cannotSend(f.now) == nil})
