@@ -71,6 +71,7 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	in := Inspection{NetworkReport: s.Network.Report(), LastSync: s.lastSync, Err: s.err, Shared: s.arbiter.Shared()}
+	in.Peers = make([]PeerReport, 0, s.Ledger.Len())
 	for l := range s.Ledger.Leases() {
 		p := PeerReport{
 			Lease: *l, Refused: s.log.refused[l.Key], Reserved: s.unusable[l.Key] == reserved,

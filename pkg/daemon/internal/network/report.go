@@ -158,6 +158,7 @@ func (n *Network) report(now lastknown.State, in backend.Inspection, known bool,
 	for _, shared := range in.Shared {
 		r.SharedPublicIPs = append(r.SharedPublicIPs, status.SharedPublicIP{PublicIP: shared.PublicIP, Leases: shared.Keys})
 	}
+	r.Peers = slices.Grow(r.Peers, len(in.Peers))
 	for _, p := range in.Peers {
 		r.Peers = append(r.Peers, statusPeer(p))
 	}
