@@ -24,12 +24,12 @@ type Changes struct {
 // would fail without it.
 //
 // If a link must be replaced, Plan deletes it first, and treats all objects on it as
-// absent. recorded contains routes in canonical form, and may be nil. They belong to
+// absent. dropped contains routes in canonical form, and may be nil. They belong to
 // flanneld even if another program created them, because an earlier Reconcile adopted them.
 // If sweep is false, Plan deletes only objects that conflict with want, and detours that
 // were left behind. It never deletes a link that is not wanted.
-func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Changes {
-	p := planner{have: have, want: want, scope: s, recorded: recorded, sweep: sweep}
+func Plan(have, want State, s Scope, dropped map[Route]struct{}, sweep bool) Changes {
+	p := planner{have: have, want: want, scope: s, dropped: dropped, sweep: sweep}
 	p.puts = make([]Op, 0, max(0, want.len()-have.len()))
 	p.links()
 	p.addrs()
@@ -43,7 +43,7 @@ func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Ch
 type planner struct {
 	have, want State
 	scope      Scope
-	recorded   map[Route]struct{}
+	dropped    map[Route]struct{}
 	sweep      bool
 	replaced   []string // links that must be replaced
 	first      []Op     // links, and deletes without which a put would fail
@@ -222,6 +222,6 @@ func (p *planner) owns(r Route) bool {
 	if r.Protocol == Protocol || p.scope.device(r.Dev) {
 		return true
 	}
-	_, ok := p.recorded[r.canonical()]
-	return ok
+	_, dropped := p.dropped[r.canonical()]
+	return dropped || slices.ContainsFunc(p.want.Routes[r.Dst], func(w Route) bool { return w.canonical() == r.canonical() })
 }

@@ -52,7 +52,7 @@ func TestPlan(t *testing.T) {
 	for _, tc := range []struct {
 		name       string
 		have, want []dataplane.Object
-		recorded   []dataplane.Route
+		dropped    []dataplane.Route
 		keep       bool // Plan gets sweep false
 		ops        []string
 		taken      int
@@ -131,7 +131,7 @@ func TestPlan(t *testing.T) {
 			want: []dataplane.Object{link, route}, refused: "cni0", keep: true},
 		{name: "our route on a shared device is deleted", have: []dataplane.Object{other}, ops: []string{"delete route 10.5.4.0/24"}},
 		{name: "a foreign route on a shared device stays", have: []dataplane.Object{foreign}},
-		{name: "a recorded foreign route is deleted", have: []dataplane.Object{with(foreign, func(r *dataplane.Route) { r.NexthopID, r.MTU = 7, 1300 })}, recorded: []dataplane.Route{with(foreign, func(r *dataplane.Route) { r.Protocol, r.OnLink = 0, false })},
+		{name: "a dropped foreign route is deleted", have: []dataplane.Object{with(foreign, func(r *dataplane.Route) { r.NexthopID, r.MTU = 7, 1300 })}, dropped: []dataplane.Route{with(foreign, func(r *dataplane.Route) { r.Protocol, r.OnLink = 0, false })},
 			ops: []string{"delete route 10.5.3.0/24"}},
 		{name: "objects outside the networks stay", have: []dataplane.Object{link,
 			with(route, func(r *dataplane.Route) { r.Dst = netip.MustParsePrefix("172.30.0.0/24") }),
@@ -142,11 +142,11 @@ func TestPlan(t *testing.T) {
 		{name: "a route that the kernel made stays", have: []dataplane.Object{link, with(route, func(r *dataplane.Route) { r.Protocol = 2 })}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			recorded := map[dataplane.Route]struct{}{}
-			for _, r := range tc.recorded {
-				recorded[r] = struct{}{}
+			dropped := map[dataplane.Route]struct{}{}
+			for _, r := range tc.dropped {
+				dropped[r] = struct{}{}
 			}
-			got := dataplane.Plan(stateOf(tc.have...), stateOf(tc.want...), dataplanetest.Scope(), recorded, !tc.keep)
+			got := dataplane.Plan(stateOf(tc.have...), stateOf(tc.want...), dataplanetest.Scope(), dropped, !tc.keep)
 			var ops []string
 			for _, op := range got.Ops {
 				ops = append(ops, op.String())

@@ -68,15 +68,16 @@ type Config struct {
 // Reconciler makes the kernel's state equal to a wanted state. Only Changed may be called
 // concurrently with another method.
 type Reconciler struct {
-	cache    cache
-	recorded map[Route]struct{} // routes on devices outside Scope.Devices that the Reconciler may delete, in canonical form
-	dropped  []Route            // recorded routes that are no longer wanted
+	cache cache
 
 	want  State
 	dirty keys // where want and the kernel's state may differ
 	gone  keys // where to sweep even if the next Reconcile or Update does not
 	all   bool // want and the kernel's state may differ everywhere
 	swept bool // the last Reconcile that succeeded swept, so nothing is left to delete
+	// dropped has the routes in canonical form that are no longer wanted since the last sweep, except for those on
+	// Scope.Devices. Another program may have made them.
+	dropped map[Route]struct{}
 
 	start bulkStart
 
@@ -89,8 +90,8 @@ type Reconciler struct {
 // Kernel.Monitor does.
 func NewReconciler(c Config) (*Reconciler, error) {
 	r := &Reconciler{
-		cache:    cache{kernel: c.Kernel, scope: c.Scope, resync: c.Resync, changed: wait.NewSignal()},
-		recorded: map[Route]struct{}{}, want: NewState(), dirty: keys{}, gone: keys{}, all: true,
+		cache: cache{kernel: c.Kernel, scope: c.Scope, resync: c.Resync, changed: wait.NewSignal()},
+		want:  NewState(), dirty: keys{}, gone: keys{}, all: true, dropped: map[Route]struct{}{},
 		refused: map[Route]Refusal{}, unreachable: map[Route]Refusal{}, logged: map[taken]time.Time{},
 	}
 	r.start = bulkStart{cache: &r.cache}
@@ -106,20 +107,6 @@ func (r *Reconciler) Close() error { return r.cache.close() }
 // Changed returns a channel that receives when the kernel may have announced a change. The
 // caller should then call Reconcile or Update.
 func (r *Reconciler) Changed() <-chan struct{} { return r.cache.changed }
-
-// Record makes the Reconciler responsible for the routes of s, on any device and even if
-// another program created them: the next sweep deletes those that are not wanted.
-func (r *Reconciler) Record(s State) {
-	for route := range s.AllRoutes() {
-		r.record(route)
-	}
-}
-
-func (r *Reconciler) record(route Route) {
-	if !r.cache.scope.device(route.Dev) { // on these the Reconciler may delete any route
-		r.recorded[route.canonical()] = struct{}{}
-	}
-}
 
 // Has reports whether the kernel has o, according to the cache. A route counts if it
 // forwards packets as o does, see Route.same. Any other object must have all attributes of
@@ -150,8 +137,7 @@ func (r *Reconciler) Counts() map[string]Count {
 
 // Reconcile makes the kernel's state equal to want, and takes ownership of want. With sweep
 // it also deletes the objects in scope that are not wanted, except for links, and for routes
-// of other programs on devices outside of Scope.Devices that were neither wanted nor
-// recorded before. Without sweep it deletes only objects that conflict with want, and
+// of other programs on devices outside of Scope.Devices that were not wanted before. Without sweep it deletes only objects that conflict with want, and
 // detours that were left behind. It may be repeated with an equal want.
 //
 // A route that must not or cannot be created because of its destination or gateway causes
@@ -160,7 +146,11 @@ func (r *Reconciler) Counts() map[string]Count {
 // few causes. The changes that have succeeded remain. The report counts the changes of all
 // passes, including those that failed.
 func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Report, error) {
-	r.Record(want)
+	for route := range r.want.AllRoutes() {
+		if !want.Has(route) {
+			r.drop(route)
+		}
+	}
 	r.want = want
 	r.all = true
 	return r.converge(ctx, sweep)
@@ -172,17 +162,10 @@ func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Rep
 // need not name these objects again.
 func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep bool) (Report, error) {
 	for _, o := range removed {
-		if route, ok := o.(Route); ok {
-			r.dropped = append(r.dropped, route.canonical())
+		if route, ok := o.(Route); ok && r.want.Has(route) {
+			r.drop(route)
 		}
 	}
-
-	for _, o := range added {
-		if route, ok := o.(Route); ok {
-			r.record(route)
-		}
-	}
-
 	r.want.Remove(removed...)
 	r.want.Add(added...)
 	for _, o := range slices.Concat(removed, added) {
@@ -192,6 +175,12 @@ func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep 
 		}
 	}
 	return r.converge(ctx, sweep)
+}
+
+func (r *Reconciler) drop(route Route) {
+	if !r.cache.scope.device(route.Dev) { // on these the Reconciler may delete any route
+		r.dropped[route.canonical()] = struct{}{}
+	}
 }
 
 // SweepAt makes the next Reconcile or Update delete the objects that have the keys of objects and are not
@@ -258,7 +247,7 @@ func (r *Reconciler) plan(drifted keys, sweep bool) Changes {
 		maps.DeleteFunc(r.refused, func(route Route, _ Refusal) bool { return r.dirty.has(route) })
 	}
 
-	changes := Plan(have, want, r.cache.scope, r.recorded, sweep)
+	changes := Plan(have, want, r.cache.scope, r.dropped, sweep)
 	if !sweep {
 		changes.Ops = append(changes.Ops, r.planGone(changes.Ops)...)
 	}
@@ -271,7 +260,7 @@ func (r *Reconciler) plan(drifted keys, sweep bool) Changes {
 
 // planGone returns the deletes that SweepAt has asked for and that are not in ops.
 func (r *Reconciler) planGone(ops []Op) []Op {
-	all := Plan(r.cache.only(r.gone), r.want.only(r.gone), r.cache.scope, r.recorded, true).Ops
+	all := Plan(r.cache.only(r.gone), r.want.only(r.gone), r.cache.scope, r.dropped, true).Ops
 	return slices.DeleteFunc(all, func(op Op) bool { return !r.gone.has(op.Object) || slices.Contains(ops, op) })
 }
 
@@ -286,18 +275,8 @@ func (r *Reconciler) reachable(ops []Op) []Op {
 
 // finish completes the report after a pass that found nothing to do.
 func (r *Reconciler) finish(report *Report, sweep bool) {
-	if sweep && r.all {
-		clear(r.recorded)
-		r.Record(r.want)
-	} else if sweep {
-		for _, route := range r.dropped {
-			if !slices.ContainsFunc(r.want.Routes[route.Dst], func(w Route) bool { return w.canonical() == route }) {
-				delete(r.recorded, route)
-			}
-		}
-	}
 	if sweep {
-		r.dropped = nil
+		clear(r.dropped)
 	}
 	clear(r.dirty)
 	clear(r.gone)

@@ -404,17 +404,17 @@ func sweep(f *fixture) {
 }
 
 // sharedDevices checks that the Reconciler deletes an unwanted route on a shared device only
-// with sweep, and only if the route has flanneld's protocol number or Record has named it.
+// with sweep, and only if the route has flanneld's protocol number or was wanted.
 func sharedDevices(f *fixture) {
 	ours := directRoutes(2, 9)
 	theirs := ofOther(protoBoot, directRoutes(3, 9))
-	recorded := ofOther(protoBoot, directRoutes(4, 9))
+	adopted := ofOther(protoBoot, directRoutes(4, 9))
 	f.put(objects(ours)...)
 	f.must(f.Append(objects(theirs)...))
-	f.must(f.Append(objects(recorded)...))
-	f.reconciler.Record(state(dataplane.NewState(), objects(directRoutes(4, 9))...))
+	f.must(f.Append(objects(adopted)...))
+	f.reconcile(state(dataplane.NewState(), objects(directRoutes(4, 9))...), false)
 	f.reconcile(dataplane.NewState(), false)
-	if !f.has(ours...) || !f.has(recorded...) {
+	if !f.has(ours...) || !f.has(adopted...) {
 		f.Error("a route was deleted without sweep")
 	}
 	f.reconcile(dataplane.NewState(), true)
