@@ -274,7 +274,7 @@ func KeysToSync[V any](s Set, known map[string]V) []string {
 	if !s.All {
 		return s.Changed
 	}
-	keys := slices.Collect(maps.Keys(s.Leases))
+	keys := slices.AppendSeq(make([]string, 0, len(s.Leases)), maps.Keys(s.Leases))
 	for key := range known {
 		if s.Leases[key] == nil {
 			keys = append(keys, key)

@@ -198,6 +198,9 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 		return Outcome{}, err
 	}
 
+	if len(p.objects) == 0 {
+		p.objects = make(map[string][]dataplane.Object, len(keys)) // a map that grows to thousands of keys is copied often
+	}
 	var removed, added []dataplane.Object
 	for i, key := range keys {
 		have := p.objects[key]

@@ -358,17 +358,16 @@ func (a *Arbiter) keep(c Claimant, check func(Endpoint) (reason, by string)) Cla
 
 // without returns c without some endpoints. It does not change the lease, which is read-only.
 func (c Claimant) without(drop func(Endpoint) bool) Claimant {
-	var room [2]Endpoint // one for each family
-	kept := room[:0]
+	kept := c.Lease.Endpoints
 	for _, e := range c.Lease.Endpoints {
-		if !drop(e) {
-			kept = append(kept, e)
+		if drop(e) {
+			kept = slices.DeleteFunc(slices.Clone(kept), func(k Endpoint) bool { return k.Subnet == e.Subnet })
 		}
 	}
 
 	if len(kept) < len(c.Lease.Endpoints) {
 		less := *c.Lease
-		less.Endpoints = slices.Clone(kept)
+		less.Endpoints = kept
 		c.Lease = &less
 	}
 	return c

@@ -148,7 +148,12 @@ func (c Config) Goal() Config {
 
 // Network returns the network of family f; ok is false if it is not enabled.
 func (c Config) Network(f prefix.Family) (n Network, ok bool) {
-	return find(c.Networks, func(n Network) bool { return n.Family() == f })
+	for i := range c.Networks { // by index: the checks of thousands of leases call this
+		if c.Networks[i].Family() == f {
+			return c.Networks[i], true
+		}
+	}
+	return Network{}, false
 }
 
 // Spares returns an error if a host could be given a subnet of c that contains one of addrs, because routes

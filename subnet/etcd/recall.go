@@ -5,6 +5,7 @@ package etcd
 import (
 	"context"
 	"net/netip"
+	"slices"
 
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -42,18 +43,20 @@ func (m *Manager) recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 		return subnet.Claim{}, nil
 	}
 
-	others, err := m.others(ctx, own, l.entries)
+	relationOf := m.relationTo(own, nil, nil)
+	related := slices.DeleteFunc(slices.Clone(l.entries), func(e *entry) bool { return relationOf(e) == foreign })
+	others, err := m.others(ctx, own, related)
 	if err != nil {
 		return subnet.Claim{}, err
 	}
-	relationOf := m.relationTo(own, nil, others)
-	found := recalled(l.entries, relationOf, before)
+	relationOf = m.relationTo(own, nil, others)
+	found := recalled(related, relationOf, before)
 	var may *rights
 	if found != nil && relationOf(found) == likely {
 		// The data of another host, such as its VTEP MAC, would make peers refuse this one.
 		if may, err = m.rights(ctx); err == nil {
 			relationOf = m.relationTo(own, may, others)
-			found = recalled(l.entries, relationOf, before)
+			found = recalled(related, relationOf, before)
 		}
 	}
 	if found == nil {
