@@ -446,7 +446,13 @@ func describe(c wgtypes.Config) string {
 
 // TestFilesOfTheKey expects that the key goes with its network, unless it belongs to an operator.
 func TestFilesOfTheKey(t *testing.T) {
-	b := &Backend{env: backend.Env{StateDir: "/state", Network: "red"}}
+	env := backendtest.Env(1500, prefix.IPv4)
+	env.StateDir = "/state"
+	env.Network = "red"
+	b, _, err := NewHost().New(json.RawMessage(`{}`), env)
+	if err != nil {
+		t.Fatal(err)
+	}
 	if d := b.Describe(); len(d.Files) > 0 || !slices.Equal(d.Kept, []string{"/state/wgkey-red"}) {
 		t.Errorf("files %v, kept %v", d.Files, d.Kept)
 	}
