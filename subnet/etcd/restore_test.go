@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"net"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -21,10 +22,12 @@ import (
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"google.golang.org/grpc"
 
 	"github.com/flanneld/flanneld/pkg/base/loglimit"
 	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 // restartableNode is a node that keeps its ledger and its own lease across restarts, like the
@@ -821,6 +824,89 @@ func TestAudit(t *testing.T) {
 	lines := slices.DeleteFunc(book.lines(), func(s string) bool { return !strings.Contains(s, "were corrected") })
 	if len(lines) != 1 || !strings.Contains(lines[0], fmt.Sprintf(`"leases"=%d "first"="10.5.2.0-24"`, n)) {
 		t.Errorf("log has %q, want one line about %d leases", lines, n)
+	}
+}
+
+// deafServer is a proxy before an etcd that keeps back the events of the second key of a watch.
+type deafServer struct {
+	pb.UnimplementedKVServer
+	pb.UnimplementedWatchServer
+	etcd *grpc.ClientConn
+}
+
+// Range implements pb.KVServer.
+func (s deafServer) Range(ctx context.Context, r *pb.RangeRequest) (*pb.RangeResponse, error) {
+	return pb.NewKVClient(s.etcd).Range(ctx, r)
+}
+
+// Txn implements pb.KVServer.
+func (s deafServer) Txn(ctx context.Context, r *pb.TxnRequest) (*pb.TxnResponse, error) {
+	return pb.NewKVClient(s.etcd).Txn(ctx, r)
+}
+
+// Watch implements pb.WatchServer.
+func (s deafServer) Watch(down pb.Watch_WatchServer) error {
+	up, err := pb.NewWatchClient(s.etcd).Watch(down.Context())
+	if err != nil {
+		return err
+	}
+	go func() {
+		for r, err := down.Recv(); err == nil; r, err = down.Recv() {
+			_ = up.Send(r)
+		}
+	}()
+	for {
+		resp, err := up.Recv()
+		if err != nil {
+			return err
+		}
+		if resp.WatchId != firstWatch && len(resp.Events) > 0 {
+			continue
+		}
+		if err := down.Send(resp); err != nil {
+			return err
+		}
+	}
+}
+
+// TestConfigDuringAudit ends a watch for the audit when it has brought a later lease, and not yet the configuration.
+func TestConfigDuringAudit(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configV4)
+	f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"), f.grant(t, 60))
+	k := &restartableNode{f: f}
+	k.restart(t, "", nil)
+	k.restart(t, "", nil)
+	state := k.savedState(t)
+
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	proxy := grpc.NewServer()
+	deaf := deafServer{etcd: f.kv.ActiveConnection()}
+	pb.RegisterKVServer(proxy, deaf)
+	pb.RegisterWatchServer(proxy, deaf)
+	go func() { _ = proxy.Serve(l) }()
+	defer proxy.Stop()
+
+	configs := make(chan string, 10)
+	m := f.manager(t, func(c *Config) {
+		c.Endpoints = []string{"http://" + l.Addr().String()}
+		c.Known = state
+		c.OnConfig = func(text []byte) { configs <- string(text) }
+	})
+	m.timing.audit = 2 * time.Second
+	leases := subnettest.Watch(t, m)
+	if got := waittest.Receive(t, patience, "the configuration", configs); got != configV4 {
+		t.Fatalf("configuration is %s", got)
+	}
+	changed := strings.Replace(configV4, "{", `{"EnableNFTables":true,`, 1)
+	f.put(t, "config", changed)
+	f.put(t, "subnets/10.5.3.0-24", leaseValue("192.0.2.3"), f.grant(t, 60))
+	leases.Until(t, "a later lease", func(s subnet.Snapshot) bool { return len(s.Leases) == 2 })
+	if got := waittest.Receive(t, patience, "the changed configuration", configs); got != changed {
+		t.Errorf("configuration is %s, want %s", got, changed)
 	}
 }
 

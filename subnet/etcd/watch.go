@@ -28,9 +28,11 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 			cache = next
 			published = true
 		}
-		for err == nil { // the watch has ended because the audit is due
-			m.audit(ctx, cache, sink)
-			err = m.followUntilAudit(ctx, cache, sink)
+		for err == nil {
+			if err = m.followUntilAudit(ctx, cache, sink); err == nil {
+				m.audit(ctx, cache, sink)
+				err = m.reportConfig(ctx, cache) // its watch may not have come as far as that of the leases
+			}
 		}
 		cache.stale = cache.stale || errors.Is(err, errRelist)
 		return err
