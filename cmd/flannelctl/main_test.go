@@ -5,10 +5,13 @@ package main
 import (
 	"bytes"
 	"context"
+	"errors"
 	"io"
 	"net/netip"
+	"os"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/spf13/cobra"
@@ -57,10 +60,23 @@ func TestInterruptedIsNotBroken(t *testing.T) {
 	cancel()
 	root := newRoot(host{socket: t.TempDir() + "/s"})
 	root.SetArgs([]string{"status", "--wait"})
-	root.SetOut(io.Discard)
 	root.SetErr(io.Discard)
-	err := told(root.ExecuteContext(ctx))
+	err := execute(ctx, root, io.Discard)
 	if err == nil || err.Error() != "interrupted" || exitCode(err) != 2 {
+		t.Errorf("%v, exit code %d", err, exitCode(err))
+	}
+}
+
+// TestFullDisk expects an error if the output cannot be written, as with a full disk.
+func TestFullDisk(t *testing.T) {
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer full.Close()
+	root := newRoot(thisHost())
+	root.SetArgs([]string{"doctor", "--help"})
+	if err := execute(t.Context(), root, full); !errors.Is(err, syscall.ENOSPC) || exitCode(err) != 2 {
 		t.Errorf("%v, exit code %d", err, exitCode(err))
 	}
 }
