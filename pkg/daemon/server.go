@@ -25,7 +25,7 @@ const journalSize = 200
 // configured. group serves them until members, its context, ends, even if listen returns an error.
 func listen(ctx, members context.Context, group *errgroup.Group, o options.Options, s served) error {
 	mux := http.NewServeMux()
-	mux.Handle("/metrics", metrics.Handler(s.Metrics))
+	mux.Handle("/metrics", throttled(metrics.Handler(s.Metrics)))
 	mux.Handle("/", health.Handler(s))
 	page := status.Handler(s.Report)
 	with := func(page http.Handler) http.Handler {
@@ -71,7 +71,7 @@ func goroutines(w http.ResponseWriter, _ *http.Request) {
 	_ = pprof.Lookup("goroutine").WriteTo(w, 2) // a failed write means that the client has gone
 }
 
-// Limits of throttled. With thousands of peers a report takes milliseconds of CPU time.
+// Limits of throttled. With thousands of peers a report, which a scrape also reads, takes milliseconds of CPU time.
 const (
 	pagesPerSecond = 20
 	pagesAtOnce    = 20
