@@ -188,7 +188,7 @@ func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) 
 // does not return cfg, because another attempt would disturb the traffic again. giveUp has no effect if
 // the store has another configuration by now.
 func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) {
-	w.fail(ctx, cfg, failure{oneline.Text(why), true})
+	w.fail(ctx, cfg, failure{oneline.Text(why) + " (tried again only if the configuration changes or flanneld starts again)", true})
 }
 
 func (w *configWatch) fail(ctx context.Context, cfg subnet.Config, f failure) {
