@@ -155,7 +155,7 @@ func (r *report) verdict() string {
 // The number of measures beyond which a table has only those with a target: on the page of the
 // documentation, and in a terminal.
 const (
-	judgedMeasures = 30
+	judgedMeasures = 12
 	allMeasures    = math.MaxInt
 )
 
