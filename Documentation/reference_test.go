@@ -330,7 +330,7 @@ func fieldComments(t *testing.T, folder, name string) map[string]string {
 // scrape returns the page /metrics as a daemon would serve it that has a value for every
 // metric.
 func scrape(t *testing.T) string {
-	s := metrics.New("", true).With(func(context.Context) metrics.Values {
+	m := metrics.New("", true, func(context.Context) metrics.Values {
 		one := map[string]int{"": 1}
 		return metrics.Values{
 			Report: status.Report{
@@ -345,7 +345,7 @@ func scrape(t *testing.T) string {
 		}
 	})
 	w := httptest.NewRecorder()
-	metrics.Handler(func() []metrics.Source { return []metrics.Source{s} }).ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	metrics.Handler(func() []*metrics.Metrics { return []*metrics.Metrics{m} }).ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
 	return w.Body.String()
 }
 

@@ -43,7 +43,7 @@ type served interface {
 	Up() <-chan struct{}
 	StateIsWritten() bool
 	// Metrics returns the metrics of all networks that are served.
-	Metrics() []metrics.Source
+	Metrics() []*metrics.Metrics
 	// Report is a status.Source.
 	Report(ctx context.Context, q status.Query) (status.Report, error)
 }

@@ -278,8 +278,8 @@ func (f *fleet) StateIsWritten() bool {
 }
 
 // Metrics implements served.
-func (f *fleet) Metrics() []metrics.Source {
-	var all []metrics.Source
+func (f *fleet) Metrics() []*metrics.Metrics {
+	var all []*metrics.Metrics
 	for _, m := range f.present() {
 		if m.net != nil {
 			all = append(all, m.net.Metrics()...)

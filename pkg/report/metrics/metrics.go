@@ -35,10 +35,9 @@ type Values struct {
 	Cloud         *cloud.Report     // nil unless the backend uses the routes of a cloud
 }
 
-// Metrics contains the counters and histograms of one network, in a registry of its own.
+// Metrics contains the metrics of one network, in a registry of its own.
 type Metrics struct {
 	registry *prometheus.Registry
-	network  string
 
 	duration         prometheus.Histogram
 	failures         prometheus.Counter
@@ -50,14 +49,15 @@ type Metrics struct {
 }
 
 // New returns the metrics of a network. network is its name if the daemon serves several: all metrics
-// get it as a label. If probe is set, there is a histogram of the round trips of probes.
-func New(network string, probe bool) *Metrics {
+// get it as a label. If probe is set, there is a histogram of the round trips of probes. read is called at
+// each scrape. When its context ends, read may return the values that it has so far.
+func New(network string, probe bool, read func(context.Context) Values) *Metrics {
 	counter := func(name, help string) prometheus.Counter {
 		return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "flannel", Name: name, Help: help})
 	}
 
 	m := &Metrics{
-		registry: prometheus.NewRegistry(), network: network,
+		registry: prometheus.NewRegistry(),
 		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Namespace: "flannel", Name: "sync_duration_seconds",
 			Help:    "Time to make the kernel match the leases. If it grows and the number of peers does not, another program changes routes on this host.",
@@ -76,40 +76,25 @@ func New(network string, probe bool) *Metrics {
 		firewallFailures: counter("firewall_failures_total", "Attempts to program masquerade or forward rules that failed and are repeated. The log and /readyz give the reason."),
 	}
 
-	m.register(m.registry, m.duration, m.failures, m.repaired, m.differed, m.firewallRepairs, m.firewallFailures)
+	to := prometheus.Registerer(m.registry)
+	if network != "" {
+		to = prometheus.WrapRegistererWith(prometheus.Labels{"network": network}, to)
+	}
+	to.MustRegister(&collector{read}, m.duration, m.failures, m.repaired, m.differed, m.firewallRepairs, m.firewallFailures)
 	if probe {
-		m.register(m.registry, m.roundTrips)
+		to.MustRegister(m.roundTrips)
 	}
 	return m
 }
 
-// register adds metrics of the network to a registry.
-func (m *Metrics) register(to prometheus.Registerer, all ...prometheus.Collector) {
-	if m.network != "" {
-		to = prometheus.WrapRegistererWith(prometheus.Labels{"network": m.network}, to)
-	}
-	to.MustRegister(all...)
-}
-
-// Source is what Handler serves for one network.
-type Source struct{ gatherers prometheus.Gatherers }
-
-// With returns a source of m and of the values that read returns at each scrape. When the context of
-// read ends, read may return the values that it has so far.
-func (m *Metrics) With(read func(context.Context) Values) Source {
-	values := prometheus.NewRegistry()
-	m.register(values, &collector{read})
-	return Source{prometheus.Gatherers{m.registry, values}}
-}
-
 // Handler serves scrapes of the process and of the networks that list returns.
-func Handler(list func() []Source) http.Handler {
+func Handler(list func() []*Metrics) http.Handler {
 	process := prometheus.NewRegistry()
 	process.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	all := prometheus.GathererFunc(func() ([]*dto.MetricFamily, error) {
 		gatherers := prometheus.Gatherers{process}
-		for _, s := range list() {
-			gatherers = append(gatherers, s.gatherers...)
+		for _, m := range list() {
+			gatherers = append(gatherers, m.registry)
 		}
 		return gatherers.Gather()
 	})

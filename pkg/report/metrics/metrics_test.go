@@ -24,10 +24,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
-func scrape(t *testing.T, s metrics.Source) string {
+func scrape(t *testing.T, all ...*metrics.Metrics) string {
 	t.Helper()
 	w := httptest.NewRecorder()
-	metrics.Handler(func() []metrics.Source { return []metrics.Source{s} }).ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	metrics.Handler(func() []*metrics.Metrics { return all }).ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
 	if w.Code != http.StatusOK {
 		t.Fatalf("scrape: %d %s", w.Code, w.Body)
 	}
@@ -59,13 +59,13 @@ func full(context.Context) metrics.Values {
 }
 
 func TestMetrics(t *testing.T) {
-	m := metrics.New("", true)
+	m := metrics.New("", true, full)
 	m.Synced(3*time.Millisecond, 2, nil)
 	m.Synced(time.Second, 0, errors.New("no"))
 	m.Firewall(true, nil)
 	m.Firewall(false, errors.New("no"))
 	m.Answered(2 * time.Millisecond)
-	page := scrape(t, m.With(full))
+	page := scrape(t, m)
 	for _, want := range []string{
 		"flannel_ready 1", "flannel_pods_cut_off 1", `flannel_backend_info{mode="",type="udp"} 1`, `flannel_peers{state="served"} 4`, `flannel_peers{state="held"} 1`, `flannel_peers{state="refused"} 1`, "flannel_narrow_paths 1",
 		`flannel_kernel_objects{kind="route"} 3`, `flannel_kernel_objects_wanted{kind="route"} 4`, "flannel_last_sync_timestamp_seconds 1000.5",
@@ -97,7 +97,7 @@ func TestMetrics(t *testing.T) {
 // TestUnknownIsAbsent checks that unknown values are absent instead of zero. Otherwise a
 // lease that does not expire would look as if it had expired in 1970.
 func TestUnknownIsAbsent(t *testing.T) {
-	page := scrape(t, metrics.New("", false).With(func(context.Context) metrics.Values { return metrics.Values{} }))
+	page := scrape(t, metrics.New("", false, func(context.Context) metrics.Values { return metrics.Values{} }))
 	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers", "flannel_cloud", "flannel_location", "flannel_path_round_trip", "flannel_narrow"} {
 		if strings.Contains(page, name) {
 			t.Errorf("%s is present although its value is unknown", name)
@@ -110,7 +110,7 @@ func TestUnknownIsAbsent(t *testing.T) {
 
 // TestNoMigration checks that the numbers of a migration are zero without one, also if two backends carry the packets.
 func TestNoMigration(t *testing.T) {
-	page := scrape(t, metrics.New("", false).With(func(context.Context) metrics.Values {
+	page := scrape(t, metrics.New("", false, func(context.Context) metrics.Values {
 		return metrics.Values{Report: status.Report{Peers: []status.Peer{{State: status.InPlace, Backend: "vxlan", Waiting: "no route"}, {State: status.InPlace, Backend: "aws-vpc"}}}}
 	}))
 	for _, want := range []string{`flannel_migration_peers{backend="next"} 0`, `flannel_migration_peers{backend="present"} 0`, `flannel_peers{state="served"} 2`, `flannel_peers{state="held"} 0`} {
@@ -123,9 +123,9 @@ func TestNoMigration(t *testing.T) {
 // TestRulesAndDashboardUseExistingMetrics checks that alert rules and the dashboard use only
 // metrics that exist.
 func TestRulesAndDashboardUseExistingMetrics(t *testing.T) {
-	m := metrics.New("", true)
+	m := metrics.New("", true, full)
 	m.Synced(time.Second, 0, nil)
-	page := scrape(t, m.With(full))
+	page := scrape(t, m)
 	for _, file := range []string{"../../../dist/prometheus/flannel-rules.yml", "../../../dist/grafana/flannel.json"} {
 		text, err := os.ReadFile(file)
 		if err != nil {
@@ -146,12 +146,9 @@ func TestRulesAndDashboardUseExistingMetrics(t *testing.T) {
 // TestSeveralNetworks scrapes a daemon with two networks. The metrics of a network must have its name as
 // a label, and the metrics of the process must not have that label.
 func TestSeveralNetworks(t *testing.T) {
-	red, green := metrics.New("red", true), metrics.New("green", true)
+	red, green := metrics.New("red", true, full), metrics.New("green", true, full)
 	red.Synced(time.Millisecond, 2, nil)
-	w := httptest.NewRecorder()
-	metrics.Handler(func() []metrics.Source { return []metrics.Source{green.With(full), red.With(full)} }).
-		ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
-	page := w.Body.String()
+	page := scrape(t, green, red)
 	for _, want := range []string{
 		`flannel_ready{network="red"} 1`, `flannel_ready{network="green"} 1`, `flannel_peers{network="red",state="served"} 4`,
 		`flannel_drift_repaired_total{network="red"} 2`, `flannel_drift_repaired_total{network="green"} 0`, "go_goroutines ",

@@ -71,7 +71,6 @@ type Network struct {
 	config   *configWatch
 	ready    *readiness
 	metrics  *metrics.Metrics
-	source   metrics.Source
 	rules    ruleKeeper
 	others   func() ([]netip.Prefix, <-chan struct{}) // see Config.Others
 	claims   func([]Claimed) error                    // see Config.Claims
@@ -89,7 +88,7 @@ type Network struct {
 func Open(ctx context.Context, c Config) (_ *Network, err error) {
 	opts := c.Options
 	n := &Network{
-		host: c.Host, name: c.Name, opts: opts, devices: ownership.NewLocks(opts.StateDir), metrics: metrics.New(c.Name, opts.Probe),
+		host: c.Host, name: c.Name, opts: opts, devices: ownership.NewLocks(opts.StateDir),
 		others: c.Others, claims: c.Claims, progress: cmp.Or(c.Progress, NewProgress(klog.FromContext(ctx))), surroundings: realSurroundings(),
 	}
 	defer func() {
@@ -109,8 +108,8 @@ func Open(ctx context.Context, c Config) (_ *Network, err error) {
 		return nil, err
 	}
 	n.ready = newReadiness(opts, n.state.LeaseEnd)
+	n.metrics = metrics.New(c.Name, opts.Probe, n.values)
 	n.rules = newRuleKeeper(n.host.Firewall, opts, n.state, n.ready, n.metrics)
-	n.source = n.metrics.With(n.values)
 	return n, n.openStore(ctx, c.OpenStore)
 }
 
@@ -225,4 +224,4 @@ func (n *Network) StateIsWritten() bool { return !n.WasReady() || n.state.Writte
 func (n *Network) State() (now lastknown.State, ok bool) { return n.state.Get() }
 
 // Metrics returns the metrics of the network.
-func (n *Network) Metrics() []metrics.Source { return []metrics.Source{n.source} }
+func (n *Network) Metrics() []*metrics.Metrics { return []*metrics.Metrics{n.metrics} }

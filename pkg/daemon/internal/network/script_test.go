@@ -239,7 +239,7 @@ func (s *scriptedHost) open(args []string) {
 	if err != nil {
 		s.Fatal(err)
 	}
-	counters := metrics.New("", false)
+	counters := metrics.New("", false, nil)
 	ready := newReadiness(o, state.LeaseEnd)
 	n := &Network{
 		host: &Host{Tuner: &tune.Tuner{}}, devices: ownership.NewLocks(s.dir), opts: o, catalog: backend.Catalog{Registry: registry},

@@ -121,8 +121,8 @@ func networkOn(t *testing.T, be starter, from underlay.Interface) (*Network, *se
 	o := options.Options{Resync: time.Minute, Firewall: options.FirewallIPTables, SubnetFile: filepath.Join(t.TempDir(), "subnet.env")}
 	n := &Network{
 		host: &Host{Tuner: &tune.Tuner{}, Firewall: keeper.NewHost(), Journal: status.NewJournal(1)}, devices: ownership.NewLocks(""),
-		opts: o, catalog: backend.Catalog{Registry: registry}, store: silent{}, state: lastknown.NewStore(nil), config: newConfigWatch(true, nil, nil),
-		metrics: metrics.New("", false), progress: &Progress{entered: drawn(t, PhaseServing)}, surroundings: realSurroundings(),
+		opts: o, catalog: backend.Catalog{Registry: registry}, store: silent{}, state: lastknown.NewStore(nil), config: &configWatch{follow: true},
+		metrics: metrics.New("", false, nil), progress: &Progress{entered: drawn(t, PhaseServing)}, surroundings: realSurroundings(),
 	}
 	n.ready = newReadiness(o, n.state.LeaseEnd)
 	n.rules = newRuleKeeper(n.host.Firewall, o, n.state, n.ready, n.metrics)
