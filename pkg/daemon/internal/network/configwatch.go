@@ -52,10 +52,6 @@ type failure struct {
 	final bool   // it did not start: another attempt would disturb the traffic again
 }
 
-func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, error), warn func(reason, message string)) *configWatch {
-	return &configWatch{follow: follow, validate: validate, warn: warn}
-}
-
 // set changes used or stored, and wakes those who wait for next. If the network then uses what the store has,
 // there is no reason why it cannot. The caller holds w.mu.
 func (w *configWatch) set(change func()) {

@@ -24,10 +24,10 @@ func TestConfigWatch(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	k := newConfigWatch(false, func(text []byte) (subnet.Config, error) {
+	k := &configWatch{validate: func(text []byte) (subnet.Config, error) {
 		cfg, _, _, err := Validate("", text, true, all.Registry)
 		return cfg, err
-	}, nil)
+	}}
 	cfg, err := subnet.ParseConfig([]byte(used))
 	if err != nil {
 		t.Fatal(err)
@@ -67,10 +67,7 @@ func TestConfigWatch(t *testing.T) {
 // TestConfigWatchHiddenValue corrects a secret value in a configuration that did not start. The text of
 // the changes hides such values, so it stays the same. next must return the configuration again.
 func TestConfigWatchHiddenValue(t *testing.T) {
-	w := newConfigWatch(true, func(text []byte) (subnet.Config, error) {
-		cfg, err := subnet.ParseConfig(text)
-		return cfg, err
-	}, nil)
+	w := &configWatch{follow: true, validate: subnet.ParseConfig}
 	used, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`))
 	if err != nil {
 		t.Fatal(err)
@@ -92,7 +89,7 @@ func TestConfigWatchHiddenValue(t *testing.T) {
 
 // TestConfigWatchForgetsRefusals expects a refusal to concern only the configuration that the store has.
 func TestConfigWatchForgetsRefusals(t *testing.T) {
-	w := newConfigWatch(true, subnet.ParseConfig, nil)
+	w := &configWatch{follow: true, validate: subnet.ParseConfig}
 	used, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
 	if err != nil {
 		t.Fatal(err)
@@ -127,7 +124,7 @@ func TestConfigWatchHasGivenUp(t *testing.T) {
 		"one after another": func(w *configWatch) { w.apply(t.Context(), []byte("{")); w.apply(t.Context(), nil) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newConfigWatch(true, subnet.ParseConfig, nil)
+			w := &configWatch{follow: true, validate: subnet.ParseConfig}
 			w.use(parseConfig(t, `{"Network":"10.5.0.0/16"}`))
 			unusable(w)
 			if w.hasGivenUp() {
@@ -170,7 +167,7 @@ func TestConfigWatchRefusesTheFirst(t *testing.T) {
 		"a newer one":                   {newer, "10.7.0.0/16", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newConfigWatch(true, func(text []byte) (subnet.Config, error) { return parse(string(text)), nil }, nil)
+			w := &configWatch{follow: true, validate: func(text []byte) (subnet.Config, error) { return parse(string(text)), nil }}
 			if tt.text != "" {
 				w.apply(t.Context(), []byte(tt.text))
 			}
@@ -193,7 +190,7 @@ func TestConfigWatchWarns(t *testing.T) {
 	}
 	var lines []string
 	ctx := klog.NewContext(t.Context(), funcr.New(func(_, line string) { lines = append(lines, line) }, funcr.Options{}))
-	w := newConfigWatch(true, (&Network{catalog: all}).validate, nil)
+	w := &configWatch{follow: true, validate: (&Network{catalog: all}).validate}
 	used, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`))
 	if err != nil {
 		t.Fatal(err)
@@ -254,7 +251,7 @@ func TestConfigWatchOfLongTexts(t *testing.T) {
 		var lines []string
 		logger := funcr.New(func(_, line string) { lines = append(lines, line) }, funcr.Options{})
 		ctx := klog.NewContext(t.Context(), status.NewJournal(1).Logger(logger))
-		w := newConfigWatch(true, (&Network{catalog: all}).validate, nil)
+		w := &configWatch{follow: true, validate: (&Network{catalog: all}).validate}
 		used, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`))
 		if err != nil {
 			t.Fatal(err)
@@ -277,7 +274,7 @@ func TestConfigWatchOfLongTexts(t *testing.T) {
 // backend.
 func TestConfigWatchEndOfMigration(t *testing.T) {
 	const during, after = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"},"NextBackend":{"Type":"host-gw"}}`, `{"Network":"10.5.0.0/16","Backend":{"Type":"host-gw"}}`
-	w := newConfigWatch(true, subnet.ParseConfig, nil)
+	w := &configWatch{follow: true, validate: subnet.ParseConfig}
 	used := parseConfig(t, during)
 	w.use(used)
 	w.apply(t.Context(), []byte(after))
@@ -305,7 +302,7 @@ func TestConfigWatchRefusesAStep(t *testing.T) {
 		"for now": (*configWatch).refuse, "for good": (*configWatch).giveUp,
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newConfigWatch(true, subnet.ParseConfig, nil)
+			w := &configWatch{follow: true, validate: subnet.ParseConfig}
 			w.use(parseConfig(t, `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"},"NextBackend":{"Type":"host-gw"}}`))
 			w.apply(t.Context(), []byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"host-gw"}}`))
 			next, _ := w.next()
@@ -399,7 +396,7 @@ func TestConfigWatchStates(t *testing.T) {
 				message, _, _ := strings.Cut(line[strings.Index(line, `"msg"="`)+len(`"msg"="`):], `"`)
 				says = append(says, message)
 			}, funcr.Options{}))
-			w := newConfigWatch(tt.follow, subnet.ParseConfig, func(_, message string) { says = append(says, "warned: "+message) })
+			w := &configWatch{follow: tt.follow, validate: subnet.ParseConfig, warn: func(_, message string) { says = append(says, "warned: "+message) }}
 			text := func(n string) string {
 				if len(n) == 1 && n != "{" {
 					return `{"Network":"10.` + n + `.0.0/16"}`

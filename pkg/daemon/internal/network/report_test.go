@@ -58,7 +58,7 @@ func TestStatusFirewall(t *testing.T) {
 func TestStatusWithoutAnything(t *testing.T) {
 	n := &Network{
 		host: &Host{Journal: status.NewJournal(1)}, ready: newReadiness(options.Options{}, nil),
-		config: newConfigWatch(false, nil, nil), progress: &Progress{entered: drawn(t, "")}, state: lastknown.NewStore(nil),
+		config: &configWatch{}, progress: &Progress{entered: drawn(t, "")}, state: lastknown.NewStore(nil),
 	}
 	r, err := n.Report(t.Context(), status.Query{})
 	if err != nil {

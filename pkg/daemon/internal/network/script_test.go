@@ -251,7 +251,7 @@ func (s *scriptedHost) open(args []string) {
 			random:     func(most time.Duration) time.Duration { return most / 2 },
 		},
 	}
-	n.config = newConfigWatch(n.follows(), n.validate, nil)
+	n.config = &configWatch{follow: n.follows(), validate: n.validate}
 	s.network = n
 }
 

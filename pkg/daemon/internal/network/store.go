@@ -27,7 +27,7 @@ type Store interface {
 // configuration. The parameter one is a function that opens the store of one of several networks. If it is nil, there
 // is only one network, and the options select its store.
 func (n *Network) openStore(ctx context.Context, one func(etcd.Config) (Store, error)) (err error) {
-	n.config = newConfigWatch(n.follows(), n.validate, nil)
+	n.config = &configWatch{follow: n.follows(), validate: n.validate}
 	switch {
 	case one != nil:
 		n.store, err = one(n.etcdConfig(ctx))
