@@ -82,19 +82,12 @@ func parentPrefix(o options.Options) string { return strings.TrimRight(o.EtcdPre
 // join adds a network if it is new. The caller of this and of the other methods up to Run holds f.mu, unless no other
 // goroutine uses f yet.
 func (f *fleet) join(name string) *member {
-	m := f.find(name)
-	if m == nil {
-		m = &member{fleet: f, name: name, wake: wait.NewSignal(), progress: network.NewProgress(f.log.WithValues("network", name))}
-		f.members = append(f.members, m)
-	}
-	return m
-}
-
-func (f *fleet) find(name string) *member {
 	if i := slices.IndexFunc(f.members, func(m *member) bool { return m.name == name }); i >= 0 {
 		return f.members[i]
 	}
-	return nil
+	m := &member{fleet: f, name: name, wake: wait.NewSignal(), progress: network.NewProgress(f.log.WithValues("network", name))}
+	f.members = append(f.members, m)
+	return m
 }
 
 // apply passes the configurations in the store to the members, and adds members for new networks.

@@ -302,7 +302,7 @@ func TestRosterKnot(t *testing.T) {
 			}
 			for range 2 {
 				for _, n := range names {
-					_ = f.find(n).promise(tt.changes[n].to)
+					_ = f.join(n).promise(tt.changes[n].to)
 				}
 			}
 			got := ""
@@ -315,19 +315,19 @@ func TestRosterKnot(t *testing.T) {
 			if got == "" {
 				continue
 			}
-			if err := f.find(got).promise(tt.changes[got].to); err == nil || !strings.Contains(err.Error(), "it waits until network ") {
+			if err := f.join(got).promise(tt.changes[got].to); err == nil || !strings.Contains(err.Error(), "it waits until network ") {
 				t.Errorf("%s, in the order %v: refused because %v", name, names, err)
 			}
-			f.find(got).claimed = nil
+			f.join(got).claimed = nil
 			for range names {
 				for _, n := range names {
-					if f.find(n).promise(tt.changes[n].to) == nil {
-						_ = f.find(n).replace([]claims{tt.changes[n].to})
+					if f.join(n).promise(tt.changes[n].to) == nil {
+						_ = f.join(n).replace([]claims{tt.changes[n].to})
 					}
 				}
 			}
 			for _, n := range names {
-				if err := f.find(n).promise(tt.changes[n].to); err != nil && n <= got && name != "one more waits for the circle" { // the order of joining decides then
+				if err := f.join(n).promise(tt.changes[n].to); err != nil && n <= got && name != "one more waits for the circle" { // the order of joining decides then
 					t.Errorf("%s, in the order %v: %s still waits: %v", name, names, n, err)
 				}
 			}
