@@ -117,7 +117,7 @@ func TestUDPPersist(t *testing.T) {
 	for _, end := range []func(){func() { expectStop(t, h.Daemon()) }, func() { h.Daemon().Kill() }} {
 		end()
 		_, err := l.Pods()[0].Ping(testContext(t), l.Pods()[1].Addrs()[0], lab.Echo{Timeout: 300 * time.Millisecond})
-		if err == nil || errors.Is(err, ping.ErrUnreachable) {
+		if _, unreachable := errors.AsType[ping.UnreachableError](err); err == nil || unreachable {
 			t.Errorf("a ping without a daemon: %v, want a timeout", err)
 		}
 		startOne(t, h, options)

@@ -63,7 +63,8 @@ func (s sender) diagnose(ctx context.Context, p Path, n Network) Verdict {
 		return v
 	}
 
-	silent := v.Broken == Tunnel && outerErr == nil && !errors.Is(err, ping.ErrUnreachable)
+	_, unreachable := errors.AsType[ping.UnreachableError](err)
+	silent := v.Broken == Tunnel && outerErr == nil && !unreachable
 	switch {
 	case (silent || v.Broken == Checksum) && s.forwards(ctx, p, v.Broken == Checksum):
 		return fail(Unknown, err, fmt.Sprintf("%s does not answer, but its host gets packets through the network: a firewall there drops those to its own addresses, and may drop those to pods (flannelctl doctor on that host names it)", inner))

@@ -20,20 +20,14 @@ import (
 // link, or the MTU that a router reported.
 var ErrTooBig = errors.New("packet too big")
 
-// ErrUnreachable means that a router reported the destination as unreachable.
-var ErrUnreachable = errors.New("unreachable")
-
-// UnreachableError is ErrUnreachable with the host that reported it, and the code of ICMP.
+// UnreachableError means that the host At reported the destination as unreachable, with that code of ICMP.
 type UnreachableError struct {
 	At   netip.Addr
 	Code byte
 }
 
 // Error implements error.
-func (e UnreachableError) Error() string { return fmt.Sprintf("%v: code %d", ErrUnreachable, e.Code) }
-
-// Unwrap returns ErrUnreachable.
-func (e UnreachableError) Unwrap() error { return ErrUnreachable }
+func (e UnreachableError) Error() string { return fmt.Sprintf("unreachable: code %d", e.Code) }
 
 // ExpiredError means that a host had to forward the packet, but its hop limit was used up.
 type ExpiredError struct{ At netip.Addr }
@@ -139,8 +133,8 @@ func (k icmpKind) echo(id uint32, size int, note Note) []byte {
 }
 
 // parse returns the id of the request that the ICMP message b, which has no IP header, answers. b is the
-// reply, or an ICMP error of the host from that quotes the request: then err is ErrTooBig or ErrUnreachable,
-// wrapped, or an ExpiredError. ok is false for other messages.
+// reply, or an ICMP error of the host from that quotes the request: then err is ErrTooBig, wrapped, an
+// UnreachableError or an ExpiredError. ok is false for other messages.
 func (k icmpKind) parse(b []byte, from netip.Addr) (id uint32, ok bool, err error) {
 	if len(b) < icmpHeader {
 		return 0, false, nil

@@ -49,8 +49,8 @@ func NewPinger() *Pinger {
 	return &Pinger{sockets: map[prefix.Family]*socket{}, waiting: map[uint32]request{}}
 }
 
-// Ping sends one echo request and returns the time to its reply. It returns ErrTooBig or ErrUnreachable,
-// wrapped, or an ExpiredError, if this host or a router reports that, and ErrNoSocket, wrapped, if it cannot open the socket of
+// Ping sends one echo request and returns the time to its reply. It returns ErrTooBig, wrapped, an UnreachableError
+// or an ExpiredError, if this host or a router reports that, and ErrNoSocket, wrapped, if it cannot open the socket of
 // the family. It returns another error without a reply in time, when ctx ends, and after Close.
 func (p *Pinger) Ping(ctx context.Context, to netip.Addr, path Path, timeout time.Duration) (time.Duration, error) {
 	s, err := p.socket(ctx, prefix.FamilyOf(to))
@@ -129,15 +129,15 @@ func (p *Pinger) socket(ctx context.Context, f prefix.Family) (*socket, error) {
 // answer gives an answer to the caller that waits for it. Over IPv4 a reply must come from the destination
 // of the request. Over IPv6 it may come from another address of the host, because the destination may be an
 // anycast address of the pods' bridge. So only the random id shows to which request the reply belongs.
-func (p *Pinger) answer(a reply) {
+func (p *Pinger) answer(id uint32, from netip.Addr, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	r, ok := p.waiting[a.ID]
-	if !ok || a.Err == nil && r.to.Is4() && r.to != a.From {
+	r, ok := p.waiting[id]
+	if !ok || err == nil && r.to.Is4() && r.to != from {
 		return
 	}
-	r.answer <- a.Err
-	delete(p.waiting, a.ID)
+	r.answer <- err
+	delete(p.waiting, id)
 }
 
 // Close closes the sockets. Calls of Ping that wait for an answer still return only after their timeout, or

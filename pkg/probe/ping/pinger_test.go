@@ -30,7 +30,7 @@ func TestAnswerIsForItsRequest(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			p, answer := NewPinger(), make(chan error, 1)
 			p.waiting[1] = request{netip.MustParseAddr(tt.to), answer}
-			p.answer(reply{tt.id, netip.MustParseAddr(tt.from), tt.err})
+			p.answer(tt.id, netip.MustParseAddr(tt.from), tt.err)
 			if (len(answer) == 1) != tt.want {
 				t.Fatalf("%d answers, want one: %v", len(answer), tt.want)
 			}

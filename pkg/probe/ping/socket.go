@@ -151,15 +151,9 @@ func (s *socket) openSender(ctx context.Context, of sender) (*net.IPConn, error)
 	return conn.(*net.IPConn), nil
 }
 
-// reply is the answer to an echo request, or to its failure.
-type reply struct {
-	ID   uint32     // of the request
-	From netip.Addr // host that has replied, or router that has reported the error
-	Err  error      // ErrTooBig or ErrUnreachable, wrapped, or an ExpiredError, if a router has reported that; nil for a reply
-}
-
-// receive calls answer with each answer, until the socket is closed or fails.
-func (s *socket) receive(answer func(reply)) {
+// receive calls answer with each answer, until the socket is closed or fails: with the id of the request, the host that has
+// answered, and the error of parse.
+func (s *socket) receive(answer func(id uint32, from netip.Addr, err error)) {
 	buf := make([]byte, leastBuffer) // the beginning of a longer answer is sufficient
 	for {
 		size, addr, err := s.conn.ReadFrom(buf)
@@ -174,7 +168,7 @@ func (s *socket) receive(answer func(reply)) {
 		from = from.Unmap()
 
 		if id, ok, failure := s.kind.parse(buf[:size], from); ok {
-			answer(reply{id, from, failure})
+			answer(id, from, failure)
 			continue
 		}
 		if note, ok := s.kind.noteOf(buf[:size]); ok && s.heard != nil {
