@@ -55,7 +55,7 @@ func (p *Prober) check(ctx context.Context, s *state) {
 
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if !s.gone {
+	if p.has(s) {
 		p.order.Add(s, due)
 	}
 }

@@ -57,7 +57,6 @@ type state struct {
 	path   Path
 	size   int       // of the largest packet that passes, in bytes
 	raised time.Time // time of the last attempt to find a larger size, or of the last change
-	gone   bool
 	// searches limits the searches of a path that changes all the time, which would otherwise use up the packets
 	// that all paths may send.
 	searches *rate.Limiter
@@ -172,8 +171,10 @@ func (p *Prober) Aim(key string, paths []Path) {
 }
 
 // The caller holds p.mu.
+// has reports whether s is not gone, and not replaced by another path to its subnet. The caller holds p.mu.
+func (p *Prober) has(s *state) bool { return p.paths[s.path.Subnet] == s }
+
 func (p *Prober) remove(s *state) {
-	s.gone = true
 	p.order.Remove(s)
 	delete(p.paths, s.path.Subnet)
 }
@@ -235,7 +236,7 @@ func (p *Prober) Take() []string {
 func (p *Prober) set(s *state, size int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if s.gone {
+	if !p.has(s) {
 		return false
 	}
 	if s.size != size {

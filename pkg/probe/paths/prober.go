@@ -91,9 +91,8 @@ type state struct {
 	Result
 	begun   time.Time    // when the last check began; zero if there was none
 	pause   wait.Backoff // between checks of a broken path
-	gone    bool
-	tcp     bool // TCP was answered once; only checks use it
-	failing Part // broken part of the last verdict other than Unknown; empty if the path worked
+	tcp     bool         // TCP was answered once; only checks use it
+	failing Part         // broken part of the last verdict other than Unknown; empty if the path worked
 	direction
 }
 
@@ -215,7 +214,6 @@ func (p *Prober) refresh(peers []Peer) {
 	defer p.mu.Unlock()
 	for path, s := range p.paths {
 		if _, known := now[path]; !known {
-			s.gone = true
 			p.intact.Remove(s)
 			p.broken.Remove(s)
 			delete(p.paths, path)
@@ -297,7 +295,7 @@ func (p *Prober) end(ctx context.Context, s *state, v Verdict, now time.Time) {
 	}
 
 	p.mu.Lock()
-	if s.gone {
+	if p.paths[s.Path] != s { // the path is gone, or was replaced
 		p.mu.Unlock()
 		return
 	}
