@@ -55,18 +55,20 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 				unread = facts.Unread
 			case len(args) > 0:
 				return errors.New("the flags of flanneld need --preflight: a running daemon has its own")
-			default:
+			case away != nil:
 				unread = away
-				findings = examine(cmd.Context(), reports, away, func(r status.Report) []netip.Prefix {
-					r.Peers = r.Peers[:min(len(r.Peers), checkAtOnce)] // these need seconds if they do not answer
-					var silent []netip.Prefix
-					for v := range diagnose(cmd.Context(), r, toCheck(r, nil)) {
-						if v.silent() {
-							silent = append(silent, v.Subnet)
-						}
+				if e, ok := errors.AsType[awayError](away); ok {
+					away = e.cause
+				}
+				findings = doctor.Examine(linux.Host(away))
+			default:
+				networks := gather(cmd.Context(), reports)
+				for i, facts := range networks {
+					if len(facts.Attached) > 0 { // otherwise it does not count
+						networks[i].Silent = silent(cmd.Context(), facts.Report)
 					}
-					return silent
-				})
+				}
+				findings = doctor.Examine(networks...)
 			}
 
 			err := out.print(cmd.OutOrStdout(), findings, func(w io.Writer) {
@@ -99,22 +101,21 @@ firewall, ports that are taken, and routes of other networks to addresses of pod
 	return cmd
 }
 
-// examine returns the problems of this host. If away is not nil it says why no daemon answers, and there are no
-// reports. silent, which may be nil, returns the subnets of peers that do not answer; it is called only if that counts.
-func examine(ctx context.Context, reports []status.Report, away error, silent func(status.Report) []netip.Prefix) []doctor.Finding {
-	if away != nil {
-		if e, ok := errors.AsType[awayError](away); ok {
-			away = e.cause
-		}
-		return doctor.Examine(linux.Host(away))
-	}
-	var networks []doctor.Facts
+// gather returns the facts about this host and each of its networks.
+func gather(ctx context.Context, reports []status.Report) (networks []doctor.Facts) {
 	for _, r := range reports {
-		facts := linux.Gather(ctx, r)
-		if silent != nil && len(facts.Attached) > 0 {
-			facts.Silent = silent(r)
-		}
-		networks = append(networks, facts)
+		networks = append(networks, linux.Gather(ctx, r))
 	}
-	return doctor.Examine(networks...)
+	return networks
+}
+
+// silent returns the subnets of those of the first peers whose hosts answer, and whose ends of the network do not.
+func silent(ctx context.Context, r status.Report) (subnets []netip.Prefix) {
+	r.Peers = r.Peers[:min(len(r.Peers), checkAtOnce)] // these need seconds if they do not answer
+	for v := range diagnose(ctx, r, toCheck(r, nil)) {
+		if v.silent() {
+			subnets = append(subnets, v.Subnet)
+		}
+	}
+	return subnets
 }

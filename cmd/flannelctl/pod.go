@@ -29,6 +29,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/subnetfile"
 	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/doctor"
+	"github.com/flanneld/flanneld/pkg/report/doctor/linux"
 	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
@@ -263,7 +264,7 @@ func checkPod(cmd *cobra.Command, r status.Report, only []netip.Prefix, targets 
 	defer func() { err = oneline.Join(interrupted(ctx, err), p.end(ctx)) }()
 
 	attached, err := p.attach(ctx)
-	c := podCheck{report: r, findings: examine(ctx, []status.Report{r}, nil, nil)}
+	c := podCheck{report: r, findings: doctor.Examine(linux.Gather(ctx, r))}
 	if err != nil {
 		return c.explain(err)
 	}

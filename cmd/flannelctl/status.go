@@ -19,6 +19,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/probe/paths"
 	"github.com/flanneld/flanneld/pkg/report/doctor"
+	"github.com/flanneld/flanneld/pkg/report/doctor/linux"
 	"github.com/flanneld/flanneld/pkg/report/status"
 )
 
@@ -82,7 +83,7 @@ ready, and 2 if it cannot be asked.`,
 					if out.format != "name" {
 						var findings []doctor.Finding
 						if where == "" {
-							findings = examine(cmd.Context(), []status.Report{r}, nil, nil)
+							findings = doctor.Examine(linux.Gather(cmd.Context(), r))
 						}
 						printStatus(w, r, findings, all)
 						if r.Paths != nil {
@@ -118,7 +119,7 @@ func printProblems(cmd *cobra.Command, daemon daemonFlags) {
 	if err != nil {
 		return // the daemon has just ended
 	}
-	for _, f := range examine(cmd.Context(), reports, nil, nil) {
+	for _, f := range doctor.Examine(gather(cmd.Context(), reports)...) {
 		if f.Word != "" {
 			fmt.Fprintf(cmd.OutOrStdout(), "problem: %s (see flannelctl doctor)\n", f.Problem)
 		}
