@@ -120,7 +120,6 @@ func (r *meshReport) update(w io.Writer, m *mesh.Matrix) {
 func (r *meshReport) present(m *mesh.Matrix, number map[string]int) (now map[string]mesh.CellData, unlisted int) {
 	now = map[string]mesh.CellData{}
 	unlisted = m.Summary().Broken
-	watched := 0
 	for path, was := range r.known {
 		from, okFrom := number[was.From]
 		to, okTo := number[was.To] // false if the failure is about a host
@@ -132,19 +131,16 @@ func (r *meshReport) present(m *mesh.Matrix, number map[string]int) (now map[str
 		case c.Result.Broken():
 			now[path] = mesh.CellData{From: was.From, To: was.To, Cell: c}
 			unlisted--
-			watched++
 		case c.Result == mesh.Unknown:
 			now[path] = was
-			watched++
 		}
 	}
 
 	for _, p := range m.Broken(maxWatched + len(r.known)) {
 		path := p.From + " -> " + p.To
-		if _, known := now[path]; !known && watched < maxWatched {
+		if _, known := now[path]; !known && len(now) < maxWatched {
 			now[path] = p
 			unlisted--
-			watched++
 		}
 	}
 
