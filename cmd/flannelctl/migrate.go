@@ -59,7 +59,7 @@ func newMigratePlanCommand(store *storeFlags) *cobra.Command {
 		Long:    `Checks whether the network can migrate to a backend, given as JSON, and prints the configuration of each step. It writes nothing.`,
 		Example: "  flannelctl migrate plan '{\"Type\":\"wireguard\"}'",
 		RunE: func(cmd *cobra.Command, args []string) error {
-			text, _, err := currentConfig(cmd.Context(), store)
+			text, kubernetes, err := currentConfig(cmd.Context(), store)
 			if err != nil {
 				return err
 			}
@@ -67,7 +67,7 @@ func newMigratePlanCommand(store *storeFlags) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if _, err := checkConfig(cmd, during, !store.onKubernetes()); err != nil {
+			if _, err := checkConfig(cmd, during, !kubernetes); err != nil {
 				return err
 			}
 			after, err := finishMigration(during)
