@@ -196,7 +196,7 @@ func bridges(r status.Report) ([]doctor.Bridge, error) {
 		}
 		b.CNI = b.Name == usualBridge && b.PortMTU > 0
 		b.Down = own.Flags&net.FlagUp == 0 && b.PortMTU > 0
-		if len(b.Addresses) > 0 || !anywhere && b.Name == usualBridge && b.PortMTU > 0 {
+		if len(b.Addresses) > 0 || !anywhere && b.CNI {
 			found = append(found, b)
 		}
 	}
