@@ -3,9 +3,8 @@
 package options
 
 import (
-	"errors"
+	"cmp"
 	"fmt"
-	"io/fs"
 	"os"
 	"slices"
 
@@ -62,13 +61,9 @@ func (o *Options) check() error {
 		return fmt.Errorf("%s needs %s: with etcd, expected %s", o.Source("location-label"), o.Source("kube-subnet-mgr"), o.Source("location"))
 	}
 
-	for _, f := range []given{{"subnet-file", o.SubnetFile}, {"status-socket", o.StatusSocket}} {
-		if info, err := os.Stat(f.value); err == nil && info.IsDir() {
-			return fmt.Errorf("%s %q is a directory: expected a file", o.Source(f.name), f.value)
-		}
-	}
-	if info, err := os.Stat(o.StateDir); err == nil && !info.IsDir() {
-		return fmt.Errorf("%s %q is a file: expected a directory", o.Source("state-dir"), o.StateDir)
+	files = []given{{"subnet-file", o.SubnetFile}, {"status-socket", o.StatusSocket}}
+	if err := cmp.Or(o.expect(false, files...), o.expect(true, given{"state-dir", o.StateDir})); err != nil {
+		return err
 	}
 
 	if o.LogFormat == logJSON && o.LogBacktraceAt != "" {
@@ -103,8 +98,20 @@ func (o *Options) checkNetworks() error {
 	if !o.FollowConfig {
 		return fmt.Errorf("%s is for one network: with %s changes of networks are followed", o.Source("follow-config"), o.Source(flag))
 	}
-	if info, err := os.Stat(o.SubnetDir); err == nil && !info.IsDir() {
-		return fmt.Errorf("%s %q is a file: expected a directory", o.Source("subnet-dir"), o.SubnetDir)
+	return o.expect(true, given{"subnet-dir", o.SubnetDir})
+}
+
+// expect returns an error if one of these paths exists and is not a directory, or not a file.
+func (o *Options) expect(directory bool, all ...given) error {
+	for _, f := range all {
+		info, err := os.Stat(f.value)
+		switch {
+		case err != nil, info.IsDir() == directory:
+		case directory:
+			return fmt.Errorf("%s %q is a file: expected a directory", o.Source(f.name), f.value)
+		default:
+			return fmt.Errorf("%s %q is a directory: expected a file", o.Source(f.name), f.value)
+		}
 	}
 	return nil
 }
@@ -114,20 +121,11 @@ func (o *Options) readable(f given) error {
 	if f.value == "" {
 		return nil
 	}
-
-	info, err := os.Stat(f.value)
-	if err == nil {
-		if info.IsDir() {
-			return fmt.Errorf("%s %q is a directory: expected a file", o.Source(f.name), f.value)
-		}
-		err = unix.Access(f.value, unix.R_OK) // opening a pipe may block
+	if err := o.expect(false, f); err != nil {
+		return err
 	}
-	if err == nil {
-		return nil
+	if err := unix.Access(f.value, unix.R_OK); err != nil { // opening a pipe may block
+		return fmt.Errorf("%s %q cannot be read: %w", o.Source(f.name), f.value, err)
 	}
-
-	if pe, ok := errors.AsType[*fs.PathError](err); ok {
-		err = pe.Err // the message contains the path already
-	}
-	return fmt.Errorf("%s %q cannot be read: %w", o.Source(f.name), f.value, err)
+	return nil
 }
