@@ -4,10 +4,10 @@ package subnet
 
 import (
 	"cmp"
+	"crypto/rand"
 	"fmt"
 	"iter"
 	"math/big"
-	"math/rand/v2"
 	"net/netip"
 	"slices"
 
@@ -27,7 +27,7 @@ func (n Network) Pool() (Pool, error) {
 	if err != nil {
 		return Pool{}, invalid("%w", err)
 	}
-	f := prefix.FamilyOf(n.Prefix.Addr())
+	f := n.Family()
 	first := n.Min
 	last := n.Max
 	if !first.IsValid() {
@@ -75,7 +75,7 @@ func (n Network) gives(s netip.Prefix) bool {
 // subnetLen returns the configured prefix length or the default. The default is /24 for IPv4 and
 // /64 for IPv6 if at least four such subnets fit, otherwise the length of which exactly four fit.
 func (n Network) subnetLen() (int, error) {
-	f := prefix.FamilyOf(n.Prefix.Addr())
+	f := n.Family()
 	usual := 24
 	longest := 30
 	if f == prefix.IPv6 {
@@ -138,7 +138,8 @@ func (p Pool) Pick(taken []netip.Prefix) (s netip.Prefix, ok bool) {
 	}
 
 	for range guesses {
-		if s, _ := p.at(below(p.Size())); !slices.ContainsFunc(taken, s.Overlaps) {
+		n, _ := rand.Int(rand.Reader, p.Size()) // never fails
+		if s, _ := p.at(n); !slices.ContainsFunc(taken, s.Overlaps) {
 			return s, true
 		}
 	}
@@ -153,7 +154,7 @@ func (p Pool) Pick(taken []netip.Prefix) (s netip.Prefix, ok bool) {
 	}
 
 	// The n-th free subnet comes after all taken spans that start at or below it.
-	n := below(free)
+	n, _ := rand.Int(rand.Reader, free)
 	for _, t := range spans {
 		if n.Cmp(t.from) < 0 {
 			break
@@ -194,15 +195,12 @@ func (s span) size() *big.Int {
 func (p Pool) spans(taken []netip.Prefix) []span {
 	all := make([]span, 0, len(taken))
 	for _, t := range taken {
-		if !t.IsValid() {
+		if !t.IsValid() || !p.overlaps(t) {
 			continue
 		}
 
 		low := t.Masked().Addr()
 		high := prefix.Last(t)
-		if high.Less(p.first.Addr()) || prefix.Last(p.last).Less(low) {
-			continue
-		}
 		if low.Less(p.first.Addr()) {
 			low = p.first.Addr()
 		}
@@ -234,14 +232,3 @@ func (p Pool) index(a netip.Addr) *big.Int {
 }
 
 func (p Pool) hostBits() uint { return uint(p.first.Addr().BitLen() - p.first.Bits()) }
-
-// below returns a uniformly random number that is at least 0 and less than n.
-func below(n *big.Int) *big.Int {
-	for excess := uint(128 - n.BitLen()); ; {
-		r := new(big.Int).SetUint64(rand.Uint64())
-		r.Lsh(r, 64).Or(r, new(big.Int).SetUint64(rand.Uint64()))
-		if r.Rsh(r, excess); r.Cmp(n) < 0 {
-			return r
-		}
-	}
-}
