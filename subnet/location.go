@@ -14,12 +14,9 @@ const maxName = 63
 // label's value in Kubernetes, because it can come from a label of the Node. Unlike that value, it
 // must not be empty.
 func CheckLocation(name string) error {
-	alphanumeric := func(c byte) bool { return '0' <= c && c <= '9' || 'A' <= c && c <= 'Z' || 'a' <= c && c <= 'z' }
-	ok := len(name) > 0 && len(name) <= maxName && alphanumeric(name[0]) && alphanumeric(name[len(name)-1])
-	for i := 0; ok && i < len(name); i++ {
-		ok = alphanumeric(name[i]) || strings.IndexByte("-_.", name[i]) >= 0
-	}
-	if !ok {
+	const inside = "-_." // characters that a name neither begins nor ends with
+	const others = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+	if name == "" || len(name) > maxName || strings.Trim(name, inside) != name || strings.Trim(name, inside+others) != "" {
 		return errors.New("expected a name of at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends")
 	}
 	return nil
