@@ -262,7 +262,7 @@ func (s *Syncer) advance(ctx context.Context) (set Set, pass Pass) {
 	s.news = false
 	s.published = nil
 	clear(s.changed)
-	s.log.held(ctx, s.Ledger.NumHeld(), s.Ledger.Held)
+	s.log.held(ctx, s.Ledger.Held())
 	return set, pass
 }
 

@@ -48,11 +48,12 @@ func newSyncLog(onRefused func(key, reason string)) syncLog {
 	}
 }
 
-func (l *syncLog) held(ctx context.Context, n int, keys func() []string) {
+func (l *syncLog) held(ctx context.Context, keys []string) {
 	log := klog.FromContext(ctx)
+	n := len(keys)
 	if n > l.numHeld {
 		log.Error(nil, "the store has forgotten peers that it did not remove: they are kept until it contradicts them or their lease has run out",
-			"kept", n, "first", keys()[0])
+			"kept", n, "first", keys[0])
 	}
 
 	// After a store was emptied, all peers come back one by one. Only the last one is worth a line.

@@ -233,7 +233,7 @@ func (l *Ledger) Expire(now time.Time) bool {
 }
 
 // Held returns the keys of the held peers that the store has forgotten, sorted. No peer counts as held before
-// Apply was called; this applies to NumHeld and IsHeld, too.
+// Apply was called; this applies to IsHeld, too.
 func (l *Ledger) Held() (keys []string) {
 	for key := range l.held {
 		if l.IsHeld(key) {
@@ -243,9 +243,6 @@ func (l *Ledger) Held() (keys []string) {
 	slices.Sort(keys)
 	return keys
 }
-
-// NumHeld returns the number of held peers that the store has forgotten.
-func (l *Ledger) NumHeld() int { return len(l.Held()) }
 
 // IsHeld reports whether the peer with that key is held because the store has forgotten it.
 func (l *Ledger) IsHeld(key string) bool {

@@ -459,7 +459,7 @@ func TestLedgerFollows(t *testing.T) {
 				t.Fatalf("seed %d step %d: Expire returns %v, and %d of %d peers are left", seed, step, expired, byChange.Len(), n)
 			}
 			before := byChange.State()
-			held := byChange.NumHeld()
+			held := len(byChange.Held())
 			if dropped, ok := byChange.Follow(u, now); ok {
 				followed++
 				contradicted += len(dropped)
@@ -576,7 +576,7 @@ func BenchmarkLedgerEvent(b *testing.B) {
 				}
 				ledger.Expire(now)
 			}
-			if n := ledger.NumHeld(); n != held {
+			if n := len(ledger.Held()); n != held {
 				b.Fatalf("%d peers are held, want %d", n, held)
 			}
 		})
@@ -600,7 +600,7 @@ func BenchmarkLedgerWiped(b *testing.B) {
 					}
 					ledger.Expire(now)
 				}
-				if n := ledger.NumHeld(); n != 0 {
+				if n := len(ledger.Held()); n != 0 {
 					b.Fatalf("%d peers are held", n)
 				}
 			}
