@@ -131,30 +131,17 @@ func (c *client) change(ctx context.Context, r request) error {
 		return nil
 	}
 	first := op.Error.Errors[0]
-	return fmt.Errorf("%s: %w", r.name, classify(r.name, newAPIError(op.Code, first.Code, first.Message)))
-}
-
-// apiError is an error of a Google API.
-type apiError struct {
-	Status  int    // of HTTP
-	Reason  string // such as quotaExceeded, or QUOTA_EXCEEDED of an operation
-	Message string
-}
-
-// Error implements error.
-func (e *apiError) Error() string { return fmt.Sprintf("%d %s: %s", e.Status, e.Reason, e.Message) }
-
-// newAPIError limits the words of the API to one short line.
-func newAPIError(status int, reason, message string) *apiError {
-	return &apiError{Status: status, Reason: access.Clean(reason), Message: access.Clean(message)}
+	return fmt.Errorf("%s: %w", r.name, classify(r.name, access.NewError(op.Code, first.Code, first.Message)))
 }
 
 func isStatus(err error, status int) bool {
-	e, ok := errors.AsType[*apiError](err)
+	e, ok := errors.AsType[*access.Error](err)
 	return ok && e.Status == status
 }
 
-func decodeError(status int, text []byte) *apiError {
+// decodeError returns the error in an answer. Its code is the reason, such as quotaExceeded, or QUOTA_EXCEEDED of an
+// operation.
+func decodeError(status int, text []byte) *access.Error {
 	var answer struct {
 		Error struct {
 			Message string `json:"message"`
@@ -168,7 +155,7 @@ func decodeError(status int, text []byte) *apiError {
 		} `json:"error"`
 	}
 	if json.Unmarshal(text, &answer) != nil || answer.Error.Message == "" {
-		return newAPIError(status, http.StatusText(status), "")
+		return access.NewError(status, http.StatusText(status), "")
 	}
 
 	// The first detail is the most precise reason, if there is one.
@@ -179,27 +166,28 @@ func decodeError(status int, text []byte) *apiError {
 	for _, d := range slices.Backward(answer.Error.Details) {
 		reason = cmp.Or(d.Reason, reason)
 	}
-	return newAPIError(status, reason, answer.Error.Message)
+	return access.NewError(status, reason, answer.Error.Message)
 }
 
 // classify returns the error of package cloud for an error of the call with that name, if it has one.
-func classify(name string, e *apiError) error {
-	is := func(reasons ...string) bool { return slices.Contains(reasons, e.Reason) }
+func classify(name string, e *access.Error) error {
+	is := func(reasons ...string) bool { return slices.Contains(reasons, e.Code) }
+	full := fmt.Errorf("%d %w", e.Status, e)
 	switch {
 	case e.Status == http.StatusUnauthorized:
-		return fmt.Errorf("Google %w of the service account: %w", cloud.ErrKeys, e)
+		return fmt.Errorf("Google %w of the service account: %w", cloud.ErrKeys, full)
 	case is("rateLimitExceeded", "userRateLimitExceeded", "RATE_LIMIT_EXCEEDED") || e.Status == http.StatusTooManyRequests:
-		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Reason)
+		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Code)
 	case is("quotaExceeded", "limitExceeded", "QUOTA_EXCEEDED", "LIMIT_EXCEEDED"):
 		return quotaError(e.Message)
 	case is("resourceNotReady", "RESOURCE_NOT_READY") || e.Status >= http.StatusInternalServerError:
-		return fmt.Errorf("%w: %w", cloud.ErrUnavailable, e)
+		return fmt.Errorf("%w: %w", cloud.ErrUnavailable, full)
 	case is("insufficientPermissions", "ACCESS_TOKEN_SCOPE_INSUFFICIENT"):
 		return &cloud.MissingError{Permissions: []string{scope(name)}, Page: page}
 	case is("forbidden", "PERMISSION_DENIED", "IAM_PERMISSION_DENIED", "PERMISSIONS_ERROR"):
 		return &cloud.MissingError{Permissions: []string{permission(name, e.Message)}, Page: page}
 	}
-	return e
+	return full
 }
 
 // permission returns the one that the message of an error names, or else the one for the call.
