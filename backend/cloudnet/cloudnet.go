@@ -7,8 +7,10 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"regexp"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/flanneld/flanneld/backend"
@@ -38,8 +40,16 @@ func Decode(raw json.RawMessage, config any, cluster *string) (warnings []string
 	if cluster != nil && *cluster != "" && !name.MatchString(*cluster) {
 		return nil, fmt.Errorf("Backend.Cluster is %q: want 1 to 63 characters a-z, 0-9 and - that do not begin or end with -", subnet.Shorten(*cluster))
 	}
-	secrets, err := cloud.SecretKeys(raw)
-	return append(warnings, secrets...), err
+
+	// Every host, and every other client of the store, can read the configuration.
+	keys, _ := subnet.Keys(raw) // no error, because raw was decoded before; without an object there are no keys
+	for _, key := range slices.Sorted(maps.Keys(keys)) {
+		lower := strings.ToLower(key)
+		if strings.HasPrefix(lower, "accesskey") || strings.Contains(lower, "secret") || strings.Contains(lower, "token") {
+			warnings = append(warnings, fmt.Sprintf("key %q may contain a secret, which everything that reads the store can see: remove it, and give the host a role", key))
+		}
+	}
+	return warnings, nil
 }
 
 // Keyed is the Backend object of a cloud whose calls are signed with a pair of keys.

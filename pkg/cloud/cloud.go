@@ -18,12 +18,8 @@ package cloud
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"fmt"
-	"maps"
 	"net/netip"
-	"slices"
-	"strings"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 )
@@ -132,24 +128,4 @@ type Host struct {
 	// Refused is set if the lease of the host is refused, for example because it contradicts an
 	// older lease. The routes to its subnets stay.
 	Refused bool
-}
-
-// SecretKeys returns a warning for each key of a Backend object that may contain a secret. Every
-// host, and every other client of the store, can read the configuration. The error means that raw is not a
-// JSON object.
-func SecretKeys(raw json.RawMessage) (warnings []string, err error) {
-	var keys map[string]json.RawMessage
-	if len(raw) > 0 {
-		if err := json.Unmarshal(raw, &keys); err != nil {
-			return nil, err
-		}
-	}
-
-	for _, key := range slices.Sorted(maps.Keys(keys)) {
-		lower := strings.ToLower(key)
-		if strings.HasPrefix(lower, "accesskey") || strings.Contains(lower, "secret") || strings.Contains(lower, "token") {
-			warnings = append(warnings, fmt.Sprintf("key %q may contain a secret, which everything that reads the store can see: remove it, and give the host a role", key))
-		}
-	}
-	return warnings, nil
 }
