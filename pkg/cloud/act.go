@@ -27,7 +27,7 @@ type comparison struct {
 	view     view
 	right    map[Route]bool  // wanted routes that the tables had when they were read
 	before   map[Route]bool  // those that they had at the comparison before this one
-	problems problems        // why there are no right routes to some destinations
+	problems []problem       // why there are no right routes to some destinations
 	full     map[place]error // errors of full quotas
 	missing  map[place]int   // routes without a place
 	wrote    int             // calls that have succeeded
@@ -73,7 +73,7 @@ func (c *comparison) make(ctx context.Context, steps []step, since map[Route]tim
 		case c.stopped:
 			return
 		case one.verb == refuse:
-			c.problems.add(one.Dst, "leave route "+one.was.String(), one.reason)
+			c.problems = append(c.problems, problem{one.Dst, fmt.Errorf("leave route %s: %w", one.was, one.reason)})
 		case one.verb != remove:
 			c.put(ctx, one)
 		case len(c.missing) > 0 && c.view.full == nil: // run decides about removals again
@@ -96,7 +96,7 @@ func (c *comparison) put(ctx context.Context, one step) {
 			c.full[at] = err
 			c.missing[at]++
 		}
-		c.problems.add(one.Dst, "put route "+one.Route.String(), err)
+		c.problems = append(c.problems, problem{one.Dst, fmt.Errorf("put route %s: %w", one.Route, err)})
 		c.stopped = Transient(err) && !errors.Is(err, ErrExists) // the next call would fail as well
 		return
 	}
@@ -159,24 +159,10 @@ func explainQuota(err error, r Route, tables []Table) error {
 	return err
 }
 
-type problems []problem
-
+// problem is the error of the action that should have led to a right route to dst.
 type problem struct {
-	dst    netip.Prefix
-	action string // the action that has failed, with its route
-	err    error
-}
-
-func (p *problems) add(dst netip.Prefix, action string, err error) {
-	*p = append(*p, problem{dst, action, err})
-}
-
-func (p problems) error() error {
-	var errs []error
-	for _, one := range p {
-		errs = append(errs, fmt.Errorf("%s: %w", one.action, one.err))
-	}
-	return oneline.Join(errs...)
+	dst netip.Prefix
+	err error
 }
 
 func present(tables []Table, wanted []want) map[Route]bool {

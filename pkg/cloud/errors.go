@@ -34,11 +34,6 @@ func (e *DroppedError) Error() string { return e.Err.Error() }
 // Unwrap returns Err.
 func (e *DroppedError) Unwrap() error { return e.Err }
 
-func dropped(err error) bool {
-	_, is := errors.AsType[*DroppedError](err)
-	return is
-}
-
 // QuotaError means that a table has as many routes as the cloud allows.
 type QuotaError struct {
 	Table string

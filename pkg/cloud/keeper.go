@@ -3,6 +3,7 @@
 package cloud
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -145,7 +146,11 @@ func (k *Keeper) compare(ctx context.Context) (again time.Duration, err error) {
 	k.since, again = c.run(ctx)
 
 	later, separate := k.separate(ctx, tables, hosts)
-	err = oneline.Join(c.problems.error(), c.removed, separate)
+	var errs []error
+	for _, p := range c.problems {
+		errs = append(errs, p.err)
+	}
+	err = oneline.Join(append(errs, c.removed, separate)...)
 	k.reporter.note(c, err)
 
 	again = least.Of(again, later)
@@ -189,10 +194,7 @@ func (k *Keeper) separate(ctx context.Context, tables []Table, all []Host) (agai
 	k.apart = map[string]time.Time{}
 	var due []Host
 	for _, h := range unreached(tables, all) {
-		since, known := before[h.name()]
-		if !known {
-			since = time.Now()
-		}
+		since := cmp.Or(before[h.name()], time.Now())
 		k.apart[h.name()] = since
 		if rest := apartTime - time.Since(since); rest > 0 {
 			again = least.Of(again, rest)

@@ -3,6 +3,7 @@
 package cloud
 
 import (
+	"cmp"
 	"errors"
 	"maps"
 	"net/netip"
@@ -117,10 +118,7 @@ func decide(v view) (steps []step, since map[Route]time.Time, again time.Duratio
 				continue
 			}
 
-			begin, seen := v.since[r]
-			if !seen {
-				begin = v.now
-			}
+			begin := cmp.Or(v.since[r], v.now)
 			since[r] = begin
 
 			if from.Before(begin) {

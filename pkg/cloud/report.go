@@ -57,7 +57,8 @@ func (r *reporter) end(err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.err = err
-	r.report.Dropped = r.report.Dropped || dropped(err)
+	_, dropped := errors.AsType[*DroppedError](err)
+	r.report.Dropped = r.report.Dropped || dropped
 }
 
 // last sets the number of repaired routes back to zero.
