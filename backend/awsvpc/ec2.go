@@ -434,18 +434,16 @@ func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 		if !isCode(err, "InvalidRoute.NotFound", "InvalidParameterValue") {
 			return err
 		}
-		err = v.api.call(ctx, "CreateRoute", params, nil)
-		if isCode(err, "RouteAlreadyExists") { // ReplaceRoute did not see the route yet, for example after a lost answer
-			return fmt.Errorf("%w about this route yet: %w", cloud.ErrUnavailable, err)
-		}
-		return err
 	}
 
 	err := v.api.call(ctx, "CreateRoute", params, nil)
-	if isCode(err, "RouteAlreadyExists") {
-		return cloud.ErrExists
+	if !isCode(err, "RouteAlreadyExists") {
+		return err
 	}
-	return err
+	if replace { // ReplaceRoute did not see the route yet, for example after a lost answer
+		return fmt.Errorf("%w about this route yet: %w", cloud.ErrUnavailable, err)
+	}
+	return cloud.ErrExists
 }
 
 // Remove implements cloud.Cloud. DeleteRoute takes no target. So Remove reads right before the call
