@@ -92,10 +92,7 @@ func (r route) state() cloud.State {
 
 // dst returns an invalid prefix if the destination is none.
 func (r route) dst() netip.Prefix {
-	dst, err := netip.ParsePrefix(r.DestRange)
-	if err != nil {
-		return netip.Prefix{}
-	}
+	dst, _ := netip.ParsePrefix(r.DestRange)
 	return dst.Masked()
 }
 

@@ -54,10 +54,7 @@ const (
 
 // dst returns an invalid prefix if the destination is none.
 func (r route) dst() netip.Prefix {
-	dst, err := netip.ParsePrefix(cmp.Or(r.Dst, r.Dst6))
-	if err != nil {
-		return netip.Prefix{}
-	}
+	dst, _ := netip.ParsePrefix(cmp.Or(r.Dst, r.Dst6))
 	return dst.Masked()
 }
 
