@@ -28,13 +28,14 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.applyDue()
-	name, parts := nameOf(r)
+	_, pattern := s.mux.Handler(r)
+	name := names()[pattern]
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
 		return
 	}
 	r.Body = io.NopCloser(bytes.NewReader(body))
-	answer, f := s.answer(r, name, parts)
+	answer, f := s.answer(r, name)
 	if problem := s.check(r, name, body, answer, f); problem != nil {
 		f = failed(http.StatusBadRequest, "notInTheDescription", "%v", problem)
 	}
@@ -71,43 +72,19 @@ func (s *Server) check(r *http.Request, name string, body []byte, answer any, f 
 	return s.description.Check(name, request, tree)
 }
 
-// nameOf returns the name of a call in the words of the API, or "" if it is unknown, and the parts
-// of its path behind the project.
-func nameOf(r *http.Request) (name string, parts []string) {
-	if r.URL.Path == "/v3/projects/"+Project+":testIamPermissions" && r.Method == http.MethodPost {
-		return "projects.testIamPermissions", nil
+// names returns the names of the known calls in the words of the API, by their patterns for a http.ServeMux.
+func names() map[string]string {
+	const project = "/compute/v1/projects/" + Project
+	const instance = project + "/zones/" + Zone + "/instances/{name}"
+	return map[string]string{
+		"POST /v3/projects/" + Project + ":testIamPermissions": "projects.testIamPermissions",
+		"GET " + instance:                              "instances.get",
+		"POST " + instance + "/testIamPermissions":     "instances.testIamPermissions",
+		"GET " + project + "/global/routes":            "routes.list",
+		"POST " + project + "/global/routes":           "routes.insert",
+		"DELETE " + project + "/global/routes/{name}":  "routes.delete",
+		"GET " + project + "/global/operations/{name}": "globalOperations.get",
 	}
-
-	rest, ok := strings.CutPrefix(r.URL.Path, "/compute/v1/projects/"+Project+"/")
-	if !ok {
-		return "", nil
-	}
-
-	parts = strings.Split(rest, "/")
-	in := func(method string, shape ...string) bool {
-		for i, want := range shape {
-			if len(parts) != len(shape) || want != "*" && parts[i] != want {
-				return false
-			}
-		}
-		return r.Method == method
-	}
-
-	switch {
-	case in(http.MethodGet, "zones", Zone, "instances", "*"):
-		name = "instances.get"
-	case in(http.MethodPost, "zones", Zone, "instances", "*", "testIamPermissions"):
-		name = "instances.testIamPermissions"
-	case in(http.MethodGet, "global", "routes"):
-		name = "routes.list"
-	case in(http.MethodPost, "global", "routes"):
-		name = "routes.insert"
-	case in(http.MethodDelete, "global", "routes", "*"):
-		name = "routes.delete"
-	case in(http.MethodGet, "global", "operations", "*"):
-		name = "globalOperations.get"
-	}
-	return name, parts
 }
 
 // permissions returns the permissions that a call needs, or none if the call is unknown.
@@ -137,7 +114,7 @@ func (i Instance) mayCall(r *http.Request, name string) bool {
 	return slices.ContainsFunc(scopes(r, name), func(scope string) bool { return slices.Contains(i.Scopes, Scope+scope) })
 }
 
-func (s *Server) answer(r *http.Request, name string, parts []string) (any, *failure) {
+func (s *Server) answer(r *http.Request, name string) (any, *failure) {
 	caller, valid := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer "+s.bearer(""))
 	switch {
 	case s.away:
@@ -161,11 +138,7 @@ func (s *Server) answer(r *http.Request, name string, parts []string) (any, *fai
 		}
 	}
 
-	last := ""
-	if len(parts) > 0 {
-		last = parts[len(parts)-1]
-	}
-
+	last := path.Base(r.URL.Path)
 	switch name {
 	case "projects.testIamPermissions", "instances.testIamPermissions":
 		return s.testPermissions(r)

@@ -12,6 +12,7 @@ import (
 	"cmp"
 	"fmt"
 	"maps"
+	"net/http"
 	"net/netip"
 	"path"
 	"slices"
@@ -101,6 +102,7 @@ func failed(status int, reason, format string, args ...any) *failure {
 // Server is the cloud. It is an http.Handler for calls, and safe for concurrent use.
 type Server struct {
 	description schema.API
+	mux         *http.ServeMux // knows the patterns of the calls
 
 	mu         sync.Mutex
 	instances  map[string]Instance
@@ -131,7 +133,13 @@ type operation struct {
 
 // New returns a Server with a VPC network that has the default route and one range.
 func New() *Server {
-	s := &Server{description: schema.Load("gce"), instances: map[string]Instance{}, denied: map[string]bool{}, quota: 250, pageSize: 500, delay: 10 * time.Millisecond}
+	s := &Server{
+		description: schema.Load("gce"), mux: http.NewServeMux(), instances: map[string]Instance{}, denied: map[string]bool{},
+		quota: 250, pageSize: 500, delay: 10 * time.Millisecond,
+	}
+	for pattern := range names() {
+		s.mux.Handle(pattern, s)
+	}
 	s.routes = []Route{
 		{Name: "default-route-1", Network: NetworkURL(Network), DestRange: "0.0.0.0/0", Priority: 1000, Gateway: "projects/" + Project + "/global/gateways/default-internet-gateway", Type: "STATIC"},
 		{Name: "default-route-2", Network: NetworkURL(Network), DestRange: NetworkRange().String(), LocalNet: NetworkURL(Network), Type: "SUBNET"},
@@ -242,24 +250,27 @@ func (s *Server) SetInstance(i Instance) { s.change(func() { s.instances[i.Name]
 // Delete deletes an instance.
 func (s *Server) Delete(name string) { s.change(func() { delete(s.instances, name) }) }
 
-// SetForward sets canIpForward of an instance.
-func (s *Server) SetForward(name string, can bool) {
+// update changes an instance.
+func (s *Server) update(name string, f func(*Instance)) {
 	s.change(func() {
 		i := s.instances[name]
-		i.CanIPForward = can
+		f(&i)
 		s.instances[name] = i
 	})
 }
 
+// SetForward sets canIpForward of an instance.
+func (s *Server) SetForward(name string, can bool) {
+	s.update(name, func(i *Instance) { i.CanIPForward = can })
+}
+
 // SetScopes replaces the access scopes of an instance. scopes are without their beginning, Scope.
 func (s *Server) SetScopes(name string, scopes ...string) {
-	s.change(func() {
-		i := s.instances[name]
+	s.update(name, func(i *Instance) {
 		i.Scopes = nil
 		for _, scope := range scopes {
 			i.Scopes = append(i.Scopes, Scope+scope)
 		}
-		s.instances[name] = i
 	})
 }
 
