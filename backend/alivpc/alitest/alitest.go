@@ -5,6 +5,7 @@
 package alitest
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -73,10 +74,7 @@ func (s Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		err = problem
 	}
 	if err != nil {
-		f, ok := failures()[err]
-		if !ok {
-			f = failure{http.StatusBadRequest, "InvalidParameter"}
-		}
+		f := cmp.Or(failures()[err], failure{http.StatusBadRequest, "InvalidParameter"})
 		w.WriteHeader(f.status)
 		answer = map[string]string{"Code": f.code, "Message": err.Error(), "RequestId": "test", "Recommend": "https://api.alibabacloud.com/troubleshoot"}
 	}

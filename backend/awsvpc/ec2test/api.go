@@ -4,6 +4,7 @@ package ec2test
 
 import (
 	"bytes"
+	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/xml"
@@ -78,10 +79,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		err = problem
 	}
 	if err != nil {
-		f, ok := failures()[err]
-		if !ok {
-			f = failure{http.StatusBadRequest, "NotInTheDescription"}
-		}
+		f := cmp.Or(failures()[err], failure{http.StatusBadRequest, "NotInTheDescription"})
 		message := err.Error()
 		if err == vpctest.ErrDenied { //nolint:errorlint // not wrapped
 			message += " Encoded authorization failure message: " + strings.Repeat("x", 500)
