@@ -19,14 +19,6 @@ import (
 // errDue ends a watch because it is time for the audit.
 var errDue = errors.New("the audit is due")
 
-// untilAudit returns a context for a watch. It ends with errDue as its cause when the audit is due.
-func (c *leaseCache) untilAudit(ctx context.Context) (watch context.Context, end context.CancelFunc) {
-	if c.auditAt.IsZero() {
-		return ctx, func() {}
-	}
-	return context.WithDeadlineCause(ctx, c.auditAt, errDue)
-}
-
 // firstAudit returns when to audit a cache that was just restored. All hosts may have started at
 // once. No audit begins in the first sixth of the time, which is ten minutes, so that the store has
 // time for those starts.

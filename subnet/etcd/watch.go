@@ -42,8 +42,13 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 // followUntilAudit watches from the revision of the cache. It returns nil when the audit is due, and otherwise why the
 // watch has ended.
 func (m *Manager) followUntilAudit(ctx context.Context, cache *leaseCache, sink func(subnet.Update)) error {
-	followed, end := cache.untilAudit(ctx)
-	defer end()
+	followed := ctx
+	if !cache.auditAt.IsZero() {
+		var end context.CancelFunc
+		followed, end = context.WithDeadlineCause(ctx, cache.auditAt, errDue)
+		defer end()
+	}
+
 	err := m.follow(followed, []string{m.dir, m.configKey()}, cache.store.Revision+1, watcher{
 		on: func(resp *pb.WatchResponse, confirmed int64) error {
 			m.applyConfigEvents(cache, resp)
