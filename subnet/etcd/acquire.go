@@ -12,7 +12,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/base/loglimit"
-	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd/codec"
 )
@@ -49,7 +48,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 // check returns an error if cfg enables a family of which c has no public address.
 func check(cfg subnet.Config, c subnet.Claim) error {
 	for _, n := range cfg.Networks {
-		f := prefix.FamilyOf(n.Prefix.Addr())
+		f := n.Family()
 		if e, ok := c.Endpoint(f); !ok || !e.PublicIP.IsValid() {
 			return fmt.Errorf("%s is enabled but this node has no public %s address", f, f)
 		}

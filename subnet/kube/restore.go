@@ -60,7 +60,7 @@ func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 	}
 
 	for _, e := range c.entries {
-		if e.needsRequest() || e.fresh || e.err != nil && e.notes[annotation.Managed].Text == "true" { // the state file would not contain the Node
+		if e.needsRequest() || e.fresh || e.err != nil && e.managed() { // the state file would not contain the Node
 			return
 		}
 	}
