@@ -26,7 +26,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"os"
 	"slices"
 	"sync/atomic"
 
@@ -153,7 +152,7 @@ func (b *Backend) key(known bool) (wgtypes.Key, error) {
 
 	store := newKeyStore(b.env.StateDir, b.env.Network)
 	// A cloned disk has the key of another host, and peers refuse the second lease with a key.
-	store.foreign = !known && os.Getenv(keyFileVariable) == ""
+	store.foreign = store.own && !known
 	return store.key(have)
 }
 

@@ -36,6 +36,7 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
 	"github.com/flanneld/flanneld/pkg/base/endpoint"
+	"github.com/flanneld/flanneld/pkg/base/least"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -267,9 +268,7 @@ func (d *Discovery) Plan(now time.Duration, read, wrote, complete bool) (look ti
 }
 
 func (d *Discovery) lookWithin(now, pause time.Duration) {
-	if at := now + pause; d.look == 0 || at < d.look {
-		d.look = at
-	}
+	d.look = least.Of(d.look, now+pause)
 }
 
 // pause is the longest time between two readings while they are needed.
