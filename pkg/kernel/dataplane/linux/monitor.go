@@ -207,22 +207,20 @@ func (m *monitor) resolveDevices() {
 // decode appends the events in a datagram to events. See Drain for rerouted and lost.
 func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bool) {
 	for len(b) >= unix.NLMSG_HDRLEN {
-		n := int(binary.NativeEndian.Uint32(b))
-		if n < unix.NLMSG_HDRLEN || n > len(b) {
+		h, payload, rest, err := cut(b)
+		if err != nil {
 			return true, true
 		}
 
-		typ := binary.NativeEndian.Uint16(b[4:])
-		flags := binary.NativeEndian.Uint16(b[6:])
-		event, void := m.message(typ, flags, b[unix.NLMSG_HDRLEN:n])
+		event, void := m.message(h.Type, h.Flags, payload)
 		lost = lost || void
 
 		// Only neighbours never affect OnLink, and this process's own routes, which the filter drops.
-		rerouted = rerouted || typ != unix.RTM_NEWNEIGH && typ != unix.RTM_DELNEIGH
+		rerouted = rerouted || h.Type != unix.RTM_NEWNEIGH && h.Type != unix.RTM_DELNEIGH
 		if event != (dataplane.Event{}) {
 			*events = append(*events, event)
 		}
-		b = b[min(align(n), len(b)):]
+		b = rest
 	}
 	return rerouted, lost
 }

@@ -180,7 +180,7 @@ func (s *socket) dump(ctx context.Context, build func(m *message), reset func(),
 			return err
 		}
 		reset()
-		err := s.dumpOnce(build, each)
+		err := s.request(unix.NLM_F_DUMP, build, each)
 		if !errors.Is(err, errInterrupted) {
 			return err
 		}
@@ -188,18 +188,21 @@ func (s *socket) dump(ctx context.Context, build func(m *message), reset func(),
 	return errInterrupted
 }
 
-// request sends one message, to which the answers have the sequence number s.seq.
-func (s *socket) request(flags uint16, build func(m *message)) error {
+// ask sends a request that has a single answer. It returns the kernel's error, or calls answer.
+func (s *socket) ask(build func(m *message), answer func(typ uint16, payload []byte)) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.request(0, build, answer)
+}
+
+// request sends one message, and calls each with the answers: several for a dump, otherwise one.
+func (s *socket) request(flags uint16, build func(m *message), each func(typ uint16, payload []byte)) error {
 	var m message
 	s.seq++
 	build(&m)
 	m.setFlags(flags)
 	m.finish(s.seq)
-	return s.write(m.buf)
-}
-
-func (s *socket) dumpOnce(build func(m *message), each func(typ uint16, payload []byte)) error {
-	if err := s.request(unix.NLM_F_DUMP, build); err != nil {
+	if err := s.write(m.buf); err != nil {
 		return err
 	}
 
@@ -220,32 +223,12 @@ func (s *socket) dumpOnce(build func(m *message), each func(typ uint16, payload 
 			return true, err
 		}
 		each(h.Type, payload)
-		return false, nil
+		return flags&unix.NLM_F_DUMP == 0, nil
 	})
 	if err == nil && interrupted {
 		return errInterrupted
 	}
 	return err
-}
-
-// ask sends a request that has a single answer. It returns the kernel's error, or calls answer.
-func (s *socket) ask(build func(m *message), answer func(typ uint16, payload []byte)) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if err := s.request(0, build); err != nil {
-		return err
-	}
-
-	return s.receive(func(h header, payload []byte) (done bool, err error) {
-		switch {
-		case h.Seq != s.seq:
-			return false, nil
-		case h.Type == unix.NLMSG_ERROR:
-			return true, replyError(h, payload)
-		}
-		answer(h.Type, payload)
-		return true, nil
-	})
 }
 
 func (s *socket) write(b []byte) error {
@@ -276,27 +259,34 @@ func (s *socket) receive(each func(h header, payload []byte) (done bool, err err
 			return err
 		}
 
-		b := (*buf)[:n]
-		for len(b) >= unix.NLMSG_HDRLEN {
-			h := header{
-				Len:   binary.NativeEndian.Uint32(b),
-				Type:  binary.NativeEndian.Uint16(b[4:]),
-				Flags: binary.NativeEndian.Uint16(b[6:]),
-				Seq:   binary.NativeEndian.Uint32(b[8:]),
+		for b := (*buf)[:n]; len(b) >= unix.NLMSG_HDRLEN; {
+			h, payload, rest, err := cut(b)
+			if err != nil {
+				return err
 			}
-			if h.Len < unix.NLMSG_HDRLEN || uint64(h.Len) > uint64(len(b)) {
-				return fmt.Errorf("rtnetlink message of %d bytes in a datagram of %d", h.Len, len(b))
-			}
-
-			last, err := each(h, b[unix.NLMSG_HDRLEN:h.Len])
+			last, err := each(h, payload)
 			if err != nil {
 				return err
 			}
 			done = done || last
-			b = b[min(align(int(h.Len)), len(b)):]
+			b = rest
 		}
 	}
 	return nil
+}
+
+// cut cuts the first message off a datagram, which has at least the header of one.
+func cut(b []byte) (h header, payload, rest []byte, err error) {
+	h = header{
+		Len:   binary.NativeEndian.Uint32(b),
+		Type:  binary.NativeEndian.Uint16(b[4:]),
+		Flags: binary.NativeEndian.Uint16(b[6:]),
+		Seq:   binary.NativeEndian.Uint32(b[8:]),
+	}
+	if h.Len < unix.NLMSG_HDRLEN || uint64(h.Len) > uint64(len(b)) {
+		return h, nil, nil, fmt.Errorf("rtnetlink message of %d bytes in a datagram of %d", h.Len, len(b))
+	}
+	return h, b[unix.NLMSG_HDRLEN:h.Len], b[min(align(int(h.Len)), len(b)):], nil
 }
 
 // read reads one datagram. If buf is too small, the next try succeeds.
