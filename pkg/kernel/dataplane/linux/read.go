@@ -7,7 +7,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"maps"
 	"net/netip"
 	"slices"
 
@@ -187,57 +186,52 @@ func (k *Kernel) dumpAddrs(ctx context.Context, family uint8, index int) (found 
 	return found, err
 }
 
-// dumpNeighs calls each with the permanent entries of dev in the neighbour table of family, or with
-// unix.AF_BRIDGE in the FDB. It calls reset like socket.dump.
-func (k *Kernel) dumpNeighs(ctx context.Context, family uint8, dev device, reset func(), each func(neighbour)) error {
+// dumpNeighs returns the permanent entries of dev in the neighbour table of family, or with unix.AF_BRIDGE
+// in the FDB.
+func (k *Kernel) dumpNeighs(ctx context.Context, family uint8, dev device) (found []neighbour, err error) {
 	var wanted uint8
 	if family == unix.AF_BRIDGE {
 		wanted = unix.NTF_SELF // the entries of the device itself and not of a bridge
 	}
-	return k.sock.dump(ctx, func(m *message) {
+	err = k.sock.dump(ctx, func(m *message) {
 		m.begin(unix.RTM_GETNEIGH, 0, ndmsg(family, 0, 0, 0)...)
 		m.attr32(unix.NDA_IFINDEX, uint32(dev.index))
-	}, reset, func(typ uint16, payload []byte) {
+	}, func() { found = found[:0] }, func(typ uint16, payload []byte) {
 		if typ != unix.RTM_NEWNEIGH || len(payload) < unix.SizeofNdMsg || payload[0] != family {
 			return
 		}
 		n, permanent := parseNeighbour(payload)
 		if permanent && binary.NativeEndian.Uint32(payload[4:]) == uint32(dev.index) && payload[10]&wanted == wanted {
-			each(n)
+			found = append(found, n)
 		}
 	})
+	return found, err
 }
 
 func (k *Kernel) readNeighs(ctx context.Context, dev device, s dataplane.Scope, state dataplane.State) error {
 	for _, f := range families(s) {
-		reset := func() {
-			maps.DeleteFunc(state.Neighs, func(key dataplane.NeighKey, _ dataplane.Neigh) bool {
-				return key.Dev == dev.name && familyOf(key.IP) == f
-			})
+		found, err := k.dumpNeighs(ctx, f, dev)
+		if err != nil {
+			return fmt.Errorf("dump neighbours of %s: %w", dev.name, err)
 		}
-		err := k.dumpNeighs(ctx, f, dev, reset, func(n neighbour) {
+		for _, n := range found {
 			if key := (dataplane.NeighKey{Dev: dev.name, IP: n.dst}); n.dst.IsValid() && s.InNetworks(prefix.Host(n.dst)) {
 				state.Neighs[key] = dataplane.Neigh{NeighKey: key, MAC: n.mac}
 			}
-		})
-		if err != nil {
-			return fmt.Errorf("dump neighbours of %s: %w", dev.name, err)
 		}
 	}
 	return nil
 }
 
 func (k *Kernel) readFDB(ctx context.Context, dev device, _ dataplane.Scope, state dataplane.State) error {
-	reset := func() {
-		maps.DeleteFunc(state.FDB, func(key dataplane.FDBKey, _ dataplane.FDB) bool { return key.Dev == dev.name })
+	found, err := k.dumpNeighs(ctx, unix.AF_BRIDGE, dev)
+	if err != nil {
+		return fmt.Errorf("dump FDB of %s: %w", dev.name, err)
 	}
-	err := k.dumpNeighs(ctx, unix.AF_BRIDGE, dev, reset, func(n neighbour) {
+	for _, n := range found {
 		if key := (dataplane.FDBKey{Dev: dev.name, MAC: n.mac}); n.mac.IsUnicast() {
 			state.FDB[key] = dataplane.FDB{FDBKey: key, Dst: n.dst, Override: n.override}
 		}
-	})
-	if err != nil {
-		return fmt.Errorf("dump FDB of %s: %w", dev.name, err)
 	}
 	return nil
 }
