@@ -137,8 +137,8 @@ func (k *Kernel) changeLink(ctx context.Context, want dataplane.Link, index int)
 		}
 	}
 	if have.Tunnel != want.Tunnel {
-		if err := k.changeTunnel(want); err != nil {
-			return err
+		if err := k.links.LinkModify(tunnel(want)); err != nil { // the objects on the device stay
+			return fmt.Errorf("change local address to %s: %w", want.Tunnel.Local, err)
 		}
 	}
 	if have.MAC != want.MAC {
@@ -177,7 +177,7 @@ func (k *Kernel) changeVXLAN(ctx context.Context, index int, have, want dataplan
 					m.addr(typ, want.Local)
 				}
 				if have.Learning != want.Learning {
-					m.attr(unix.IFLA_VXLAN_LEARNING, []byte{boolByte(want.Learning)})
+					m.attr(unix.IFLA_VXLAN_LEARNING, []byte{map[bool]byte{true: 1}[want.Learning]})
 				}
 			})
 		})
@@ -188,24 +188,13 @@ func (k *Kernel) changeVXLAN(ctx context.Context, index int, have, want dataplan
 	return nil
 }
 
-func boolByte(b bool) byte {
-	if b {
-		return 1
-	}
-	return 0
-}
-
 func (k *Kernel) setUp(want dataplane.Link) error {
 	acceptRAOff(want.Name)
-	link, err := k.links.LinkByName(want.Name)
-	if err != nil {
-		return fmt.Errorf("look up link %s: %w", want.Name, err)
-	}
-	if !want.Up || link.Attrs().Flags&unix.IFF_UP != 0 {
+	if !want.Up {
 		return nil
 	}
 
-	err = k.links.LinkSetUp(link)
+	err := k.links.LinkSetUp(&netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Name: want.Name}})
 	if errors.Is(err, unix.EADDRINUSE) {
 		return fmt.Errorf("set up: %w: another program listens on UDP port %d", err, want.VXLAN.Port)
 	}

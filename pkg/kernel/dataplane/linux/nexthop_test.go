@@ -168,7 +168,7 @@ func TestKernelRouteWentWithItsNexthop(t *testing.T) {
 // nexthop object, or only the id of the object.
 func (w *world) nexthopCompat(t *testing.T, on bool) {
 	t.Helper()
-	if err := os.WriteFile("/proc/sys/net/ipv4/nexthop_compat_mode", []byte{'0' + boolByte(on)}, 0); err != nil {
+	if err := os.WriteFile("/proc/sys/net/ipv4/nexthop_compat_mode", []byte{'0' + map[bool]byte{true: 1}[on]}, 0); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -50,14 +50,6 @@ func (k *Kernel) createTunnel(want dataplane.Link) error {
 	return err
 }
 
-// changeTunnel changes the local address. The objects on the device stay.
-func (k *Kernel) changeTunnel(want dataplane.Link) error {
-	if err := k.links.LinkModify(tunnel(want)); err != nil {
-		return fmt.Errorf("change local address to %s: %w", want.Tunnel.Local, err)
-	}
-	return nil
-}
-
 // readTunnel returns zero for other devices.
 func readTunnel(link netlink.Link) dataplane.Tunnel {
 	var t dataplane.Tunnel

@@ -245,7 +245,7 @@ const vethInfoPeer = 1
 func peerOf(dev string) string { return "peer" + strings.TrimPrefix(dev, "eth") }
 
 func vxlanData(m *message, v dataplane.VXLAN, under int) {
-	flag := func(typ uint16, on bool) { m.attr(typ, []byte{boolByte(on)}) }
+	flag := func(typ uint16, on bool) { m.attr(typ, []byte{map[bool]byte{true: 1}[on]}) }
 	m.attr32(unix.IFLA_VXLAN_ID, uint32(v.VNI))
 	if under != 0 {
 		m.attr32(unix.IFLA_VXLAN_LINK, uint32(under))
