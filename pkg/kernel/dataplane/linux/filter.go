@@ -4,9 +4,8 @@ package linux
 
 import (
 	"encoding/binary"
-	"errors"
-	"fmt"
 
+	"github.com/mdlayher/netlink"
 	"golang.org/x/net/bpf"
 	"golang.org/x/sys/unix"
 )
@@ -28,13 +27,10 @@ const maxFiltered = 64
 //     process has made itself, as far as the messages contain the port;
 //   - changes of neighbours on other devices: on a host with a thousand pods they happen all the time.
 //
-// fd is the socket that receives announcements. With more than maxFiltered devices everything is delivered.
-func filter(fd int, port uint32, devices []int) error {
+// conn is the socket that receives announcements. With more than maxFiltered devices everything is delivered.
+func filter(conn *netlink.Conn, port uint32, devices []int) error {
 	if len(devices) > maxFiltered {
-		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0); err != nil && !errors.Is(err, unix.ENOENT) {
-			return fmt.Errorf("remove the filter: %w", err)
-		}
-		return nil
+		return conn.RemoveBPF()
 	}
 
 	const (
@@ -82,9 +78,5 @@ func filter(fd int, port uint32, devices []int) error {
 	if err != nil {
 		return err
 	}
-	code := make([]unix.SockFilter, len(raw))
-	for i, r := range raw {
-		code[i] = unix.SockFilter{Code: r.Op, Jt: r.Jt, Jf: r.Jf, K: r.K}
-	}
-	return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: uint16(len(code)), Filter: &code[0]})
+	return conn.SetBPF(raw)
 }

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	mdlayher "github.com/mdlayher/netlink"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -150,19 +151,19 @@ func TestKernelFilter(t *testing.T) {
 // TestFilterOfManyDevices checks that a filter is removed when there are more devices than it can compare.
 // Otherwise it would drop the announcements of the new devices.
 func TestFilterOfManyDevices(t *testing.T) {
-	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE)
+	conn, err := mdlayher.Dial(unix.NETLINK_ROUTE, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer unix.Close(fd)
+	defer conn.Close()
 	many := make([]int, maxFiltered+1)
 	for range 2 {
 		for _, devices := range [][]int{many[1:], many} {
-			if err := filter(fd, 1, devices); err != nil {
+			if err := filter(conn, 1, devices); err != nil {
 				t.Fatalf("%d devices: %v", len(devices), err)
 			}
 		}
-		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0); !errors.Is(err, unix.ENOENT) {
+		if err := conn.RemoveBPF(); !errors.Is(err, unix.ENOENT) {
 			t.Errorf("removing the filter returned %v, want ENOENT, because there is none", err)
 		}
 	}

@@ -7,11 +7,11 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"os"
 	"slices"
 	"sync"
 	"syscall"
 
+	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/oneline"
@@ -34,8 +34,8 @@ const (
 type monitor struct {
 	kernel *Kernel
 	scope  dataplane.Scope
-	file   *os.File // the socket
-	raw    syscall.RawConn
+	conn   *netlink.Conn   // the socket
+	raw    syscall.RawConn // of conn, for reads that never wait
 	ready  wait.Signal
 	resume wait.Signal // Drain sends it, so that watch waits for the next announcement
 	done   chan struct{}
@@ -53,24 +53,24 @@ type monitor struct {
 
 // Monitor implements dataplane.Kernel.
 func (k *Kernel) Monitor(s dataplane.Scope, changed wait.Signal) (dataplane.Monitor, error) {
-	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
+	conn, err := netlink.Dial(unix.NETLINK_ROUTE, nil)
 	if err != nil {
 		return nil, fmt.Errorf("open rtnetlink socket: %w", err)
 	}
 	m := &monitor{
-		kernel: k, scope: s, file: os.NewFile(uintptr(fd), "rtnetlink"),
+		kernel: k, scope: s, conn: conn,
 		ready: changed, resume: wait.NewSignal(), done: make(chan struct{}),
 		links: map[int]linkDetails{},
 	}
-	err = m.subscribe(fd)
+	err = m.subscribe()
 	if err == nil {
-		m.raw, err = m.file.SyscallConn()
+		m.raw, err = conn.SyscallConn()
 	}
 	if err == nil {
 		m.own, err = k.sock.port()
 	}
 	if err != nil {
-		return nil, oneline.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
+		return nil, oneline.Join(fmt.Errorf("subscribe to kernel changes: %w", err), conn.Close())
 	}
 
 	m.resolveDevices()
@@ -80,16 +80,11 @@ func (k *Kernel) Monitor(s dataplane.Scope, changed wait.Signal) (dataplane.Moni
 }
 
 // subscribe joins the multicast groups that the scope needs.
-func (m *monitor) subscribe(fd int) error {
-	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, monitorBuffer); err != nil {
-		// Without CAP_NET_ADMIN in the first user namespace, net.core.rmem_max limits the buffer.
-		_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, monitorBuffer)
-	}
-	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
-		return err
-	}
+func (m *monitor) subscribe() error {
+	// Without CAP_NET_ADMIN in the first user namespace, net.core.rmem_max limits the buffer.
+	_ = m.conn.SetReadBuffer(monitorBuffer)
 
-	groups := []int{unix.RTNLGRP_LINK}
+	groups := []uint32{unix.RTNLGRP_LINK}
 	if len(m.scope.Devices) > 0 {
 		groups = append(groups, unix.RTNLGRP_NEIGH)
 	}
@@ -102,13 +97,13 @@ func (m *monitor) subscribe(fd int) error {
 	}
 
 	for _, g := range groups {
-		if err := unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, g); err != nil {
+		if err := m.conn.JoinGroup(g); err != nil {
 			return err
 		}
 	}
 
 	// Kernels before 5.3 have no nexthop objects, and no group for them.
-	_ = unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, rtnlgrpNexthop)
+	_ = m.conn.JoinGroup(rtnlgrpNexthop)
 	return nil
 }
 
@@ -142,7 +137,7 @@ func (m *monitor) pending() bool {
 // Close implements dataplane.Monitor.
 func (m *monitor) Close() error {
 	close(m.done)
-	err := m.file.Close()
+	err := m.conn.Close()
 	m.wg.Wait()
 	return err
 }
@@ -201,7 +196,7 @@ func (m *monitor) resolveDevices() {
 	m.others = map[int]string{}
 
 	// Errors are ignored: without a filter there are only more announcements to read.
-	_ = m.raw.Control(func(fd uintptr) { _ = filter(int(fd), m.own, slices.Collect(maps.Keys(m.names))) })
+	_ = filter(m.conn, m.own, slices.Collect(maps.Keys(m.names)))
 }
 
 // decode appends the events in a datagram to events. See Drain for rerouted and lost.
