@@ -176,9 +176,6 @@ var notMulticast = map[prefix.Family]Match{
 	prefix.IPv4: notIn(netip.MustParsePrefix("224.0.0.0/4")), prefix.IPv6: notIn(netip.MustParsePrefix("ff00::/8")),
 }
 
-// Table returns the rules of family f.
-func (p Policy) Table(f prefix.Family) Table { return TableOf(f, p) }
-
 // TableOf returns the rules of family f of several policies, each with networks of its own.
 func TableOf(f prefix.Family, policies ...Policy) Table {
 	t := Table{Family: f, rules: map[Chain][]Rule{}}

@@ -51,14 +51,14 @@ func TestRules(t *testing.T) {
 		},
 	} {
 		var got []string
-		for _, r := range firewalltest.Rules(plain.Table(f), firewall.Postrouting) {
+		for _, r := range firewalltest.Rules(firewall.TableOf(f, plain), firewall.Postrouting) {
 			got = append(got, text(r))
 		}
 		if diff := cmp.Diff(want, got); diff != "" {
 			t.Errorf("%s (-want +got):\n%s", f, diff)
 		}
 	}
-	none := firewall.Policy{Networks: plain.Networks}.Table(prefix.IPv4)
+	none := firewall.TableOf(prefix.IPv4, firewall.Policy{Networks: plain.Networks})
 	if rules := append(firewalltest.Rules(none, firewall.Postrouting), firewalltest.Rules(none, firewall.Forward)...); rules != nil || !none.Concerns() {
 		t.Errorf("rules with everything disabled: %v, want none", rules)
 	}
@@ -99,7 +99,7 @@ func TestGuard(t *testing.T) {
 	} {
 		var got []string
 		for _, c := range []firewall.Chain{firewall.GuardForward, firewall.GuardInput} {
-			for _, r := range firewalltest.Rules(tc.policy.Table(tc.family), c) {
+			for _, r := range firewalltest.Rules(firewall.TableOf(tc.family, tc.policy), c) {
 				got = append(got, text(r))
 			}
 		}
@@ -140,7 +140,7 @@ func TestSeveralPolicies(t *testing.T) {
 		have = append(have, &both[i])
 	}
 	for name, p := range map[string]firewall.Policy{"red": red, "green": green} {
-		if !p.Table(prefix.IPv4).Arrange(firewall.Postrouting, have).Exact {
+		if !firewall.TableOf(prefix.IPv4, p).Arrange(firewall.Postrouting, have).Exact {
 			t.Errorf("a start with network %s writes the rules of both again", name)
 		}
 	}
@@ -149,11 +149,11 @@ func TestSeveralPolicies(t *testing.T) {
 // TestArrange checks whether Arrange finds a chain exact, and how many of its rules belong to other
 // daemons. Each of these must contain the network of the other daemon.
 func TestArrange(t *testing.T) {
-	one := firewalltest.Policy().Table(prefix.IPv4)
+	one := firewall.TableOf(prefix.IPv4, firewalltest.Policy())
 	p := firewalltest.Policy()
 	p.Networks[0] = firewall.Network{Network: netip.MustParsePrefix("10.6.0.0/16"), Subnet: netip.MustParsePrefix("10.6.1.0/24")}
 	p.NonMasquerade = []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")} // the network of the first daemon
-	two := p.Table(prefix.IPv4)
+	two := firewall.TableOf(prefix.IPv4, p)
 	of := func(t firewall.Table) (rules []*firewall.Rule) {
 		for _, r := range firewalltest.Rules(t, firewall.Postrouting)[1:] {
 			rules = append(rules, &r)

@@ -65,7 +65,7 @@ func TestResolve(t *testing.T) {
 		}
 		policy := firewalltest.Policy()
 		policy.Masquerade = false
-		script := plan(d, policy.Table(prefix.IPv4))
+		script := plan(d, firewall.TableOf(prefix.IPv4, policy))
 		if tt.want == "" && script != "" || !strings.HasSuffix(script, "\n"+tt.want+"\nCOMMIT\n") && tt.want != "" {
 			t.Errorf("%s: the script is\n%s\nwant it to end with %q", name, script, tt.want)
 		}
@@ -113,7 +113,7 @@ func listed(t *testing.T) string {
 // firewalltest.Policy fills, in both families.
 func expectJumps(t *testing.T) {
 	t.Helper()
-	text, table := listed(t), firewalltest.Policy().Table(prefix.IPv4)
+	text, table := listed(t), firewall.TableOf(prefix.IPv4, firewalltest.Policy())
 	for _, c := range firewall.Chains() {
 		if len(firewalltest.Rules(table, c)) == 0 {
 			continue

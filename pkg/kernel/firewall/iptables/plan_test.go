@@ -45,7 +45,7 @@ func TestJump(t *testing.T) {
 		"twice":               {jump + "\n" + jump, "-A FORWARD"},
 		"with a condition":    {"-A FORWARD -i eth0 -j FLANNEL-FWD", "-A FORWARD"},
 	} {
-		script := plan(parseSave("*filter\n"+chain+tt.forward+"\nCOMMIT\n"), p.Table(prefix.IPv4))
+		script := plan(parseSave("*filter\n"+chain+tt.forward+"\nCOMMIT\n"), firewall.TableOf(prefix.IPv4, p))
 		want := ""
 		if tt.want != "" {
 			want = tt.want + strings.TrimPrefix(jump, "-A FORWARD") + "\nCOMMIT\n"
@@ -79,7 +79,7 @@ func TestLegacyRules(t *testing.T) {
 			table = "*nat\n"
 		}
 		for i, p := range []firewall.Policy{off, on} {
-			script := plan(parseSave(table+spec+"\nCOMMIT\n"), p.Table(prefix.IPv4))
+			script := plan(parseSave(table+spec+"\nCOMMIT\n"), firewall.TableOf(prefix.IPv4, p))
 			if got := strings.Contains(script, "-D"+strings.TrimPrefix(spec, "-A")); got != removed[i] {
 				t.Errorf("%s with everything %s: removed %v, want %v", spec, []string{"off", "on"}[i], got, removed[i])
 			}
@@ -141,7 +141,7 @@ func TestParseRule(t *testing.T) {
 // chains contain any rule.
 func FuzzParse(f *testing.F) {
 	for _, c := range firewall.Chains() {
-		for _, r := range firewalltest.Rules(firewalltest.Guarded().Table(prefix.IPv6), c) {
+		for _, r := range firewalltest.Rules(firewall.TableOf(prefix.IPv6, firewalltest.Guarded()), c) {
 			f.Add(places[c].render(r))
 		}
 	}
@@ -155,7 +155,7 @@ func FuzzParse(f *testing.F) {
 			}
 		}
 		script := plan(parseSave("*nat\n-A POSTROUTING "+spec+"\n-A FLANNEL-POSTRTG "+spec+"\nCOMMIT\n"),
-			firewall.Policy{Former: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}}.Table(prefix.IPv4))
+			firewall.TableOf(prefix.IPv4, firewall.Policy{Former: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}}))
 		if strings.Count(script, "COMMIT\n") < strings.Count(script, "*nat\n") {
 			t.Errorf("%q results in an incomplete script %q", spec, script)
 		}

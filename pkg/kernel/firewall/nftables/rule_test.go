@@ -15,7 +15,7 @@ import (
 func TestEncodeAndDecode(t *testing.T) {
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 		for _, c := range firewall.Chains() {
-			for _, r := range firewalltest.Rules(firewalltest.Guarded().Table(f), c) {
+			for _, r := range firewalltest.Rules(firewall.TableOf(f, firewalltest.Guarded()), c) {
 				raw, err := encode(f, r)
 				if err != nil {
 					t.Fatal(err)
@@ -71,7 +71,7 @@ func TestDecodeRefuses(t *testing.T) {
 // another decode.
 func FuzzDecode(f *testing.F) {
 	for _, c := range firewall.Chains() {
-		for _, r := range firewalltest.Rules(firewalltest.Guarded().Table(prefix.IPv4), c) {
+		for _, r := range firewalltest.Rules(firewall.TableOf(prefix.IPv4, firewalltest.Guarded()), c) {
 			raw, err := encode(prefix.IPv4, r)
 			if err != nil {
 				f.Fatal(err)
