@@ -274,8 +274,7 @@ func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane
 		return dataplane.Event{}, false
 	}
 
-	m.kernel.nexthops.complete(&r)
-	m.kernel.nexthops.announced(r.route.NexthopID, deleted)
+	m.kernel.nexthops.announced(&r, deleted)
 	if r.route.Type == dataplane.Unicast && !r.route.Multipath {
 		r.route.Dev = m.name(r.oif)
 		m.kernel.dependencies.add(r)

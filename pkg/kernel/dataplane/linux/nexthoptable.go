@@ -80,24 +80,26 @@ func (t *nexthops) release(id uint32) {
 	}
 }
 
-// announced counts a route that another program has deleted or put. If no route uses the object any more, the next
-// releaseNexthops deletes it. An object that counts too many routes, because one was replaced, stays until the next
-// read. One that counts too few would be deleted together with its routes, and the kernel does not announce that.
-func (t *nexthops) announced(id uint32, deleted bool) {
+// announced completes a route that another program has deleted or put, and counts it. If no route uses the object any
+// more, the next releaseNexthops deletes it. An object that counts too many routes, because one was replaced, stays
+// until the next read. One that counts too few would be deleted together with its routes, and the kernel does not
+// announce that.
+func (t *nexthops) announced(r *routeReply, deleted bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	t.complete(r)
 	if deleted {
-		t.release(id)
-	} else if o, ours := t.byID[id]; ours {
+		t.release(r.route.NexthopID)
+	} else if o, ours := t.byID[r.route.NexthopID]; ours {
 		o.users++
 	}
 }
 
 // addRoute completes a route that Read has found, and counts it.
 func (t *nexthops) addRoute(r *routeReply) {
-	t.complete(r)
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	t.complete(r)
 	if o, ours := t.byID[r.route.NexthopID]; ours {
 		o.users++
 	} else if r.route.NexthopID == 0 && r.route.Gateway.Is4() {
@@ -106,10 +108,8 @@ func (t *nexthops) addRoute(r *routeReply) {
 }
 
 // complete resolves the id of a nexthop object. The kernel shows nothing else with
-// net.ipv4.nexthop_compat_mode=0.
+// net.ipv4.nexthop_compat_mode=0. The caller holds t.mu.
 func (t *nexthops) complete(r *routeReply) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
 	if o, ours := t.byID[r.route.NexthopID]; ours && r.oif == 0 {
 		r.route.Gateway = o.gateway
 		r.oif = o.index

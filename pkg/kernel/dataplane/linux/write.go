@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -178,12 +179,8 @@ func harmless(op *dataplane.Op, err error) bool {
 		return true
 	}
 
-	for _, gone := range []error{unix.ESRCH, unix.ENOENT, unix.EADDRNOTAVAIL, unix.ENODEV} {
-		if errors.Is(err, gone) {
-			return true
-		}
-	}
-	return false
+	code, _ := errors.AsType[unix.Errno](err)
+	return slices.Contains([]unix.Errno{unix.ESRCH, unix.ENOENT, unix.EADDRNOTAVAIL, unix.ENODEV}, code)
 }
 
 func encode(m *message, op *dataplane.Op, index int) {
