@@ -13,7 +13,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
-	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/iptables"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/nftables"
@@ -34,7 +33,7 @@ type Host struct {
 	writing sync.Mutex
 
 	writers  sync.Map // of *writer, by firewall and families
-	watchers sync.Map // of *wait.Shared, by places
+	watchers sync.Map // of *wait.Shared, by places; see watch
 	warned   sync.Map // bridge settings that were warned about
 }
 
@@ -92,12 +91,6 @@ func search(ctx context.Context, families []prefix.Family) *iptables.Programs {
 func (h *Host) writer(name string, of []prefix.Family, applier firewall.Applier) *writer {
 	w, _ := h.writers.LoadOrStore(fmt.Sprint(name, of), &writer{applier: applier, turn: &h.writing, policies: map[any]firewall.Policy{}})
 	return w.(*writer)
-}
-
-// watcher returns the subscription to changes of these chains.
-func (h *Host) watcher(places []firewall.Place) *wait.Shared {
-	w, _ := h.watchers.LoadOrStore(fmt.Sprint(places), &wait.Shared{})
-	return w.(*wait.Shared)
 }
 
 const bridgeSettings = "/proc/sys/net/bridge"

@@ -92,7 +92,7 @@ func (r *run) maintain(ctx context.Context) {
 
 	var wg sync.WaitGroup
 	if len(places) > 0 {
-		wg.Go(func() { watch(ctx, r.keeper.host.watcher(places), places, l.Wake) })
+		wg.Go(func() { r.keeper.host.watch(ctx, places, l.Wake) })
 	}
 	_ = l.Run(ctx)
 	wg.Wait()

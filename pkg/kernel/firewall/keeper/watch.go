@@ -4,6 +4,7 @@ package keeper
 
 import (
 	"context"
+	"fmt"
 	"sync"
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
@@ -12,8 +13,10 @@ import (
 )
 
 // watch calls wake when the rules of one of places may have changed, and each time that listening
-// begins. All runs that keep rules in these places share w.
-func watch(ctx context.Context, w *wait.Shared, places []firewall.Place, wake func()) {
+// begins. All runs that keep rules in these places share one subscription.
+func (h *Host) watch(ctx context.Context, places []firewall.Place, wake func()) {
+	shared, _ := h.watchers.LoadOrStore(fmt.Sprint(places), &wait.Shared{})
+	w := shared.(*wait.Shared)
 	changed, first, _ := w.Join(func(wake func()) (stop func(), err error) {
 		ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 		var wg sync.WaitGroup
