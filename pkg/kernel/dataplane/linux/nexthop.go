@@ -32,6 +32,7 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 		return nil
 	}
 
+	before := t.byID
 	err := k.sock.dump(ctx, func(m *message) {
 		m.begin(rtmGetNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
 	}, t.reset, func(typ uint16, payload []byte) {
@@ -50,6 +51,9 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 			case nhaGateway:
 				o.gateway = a.addr()
 			}
+		}
+		if known := before[id]; known != nil {
+			o.unused = known.unused
 		}
 		t.byID[id] = o
 		t.next = max(t.next, id+1)
@@ -166,7 +170,7 @@ func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, inde
 	})
 	t.idle = nil
 	for _, id := range ids {
-		t.remove(id) // first, so that the announcement of the delete finds nothing to forget
+		delete(t.byID, id) // first, so that the announcement of the delete finds nothing to forget
 	}
 
 	// If a delete fails, the next read finds the object.

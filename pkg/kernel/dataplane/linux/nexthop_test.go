@@ -358,8 +358,8 @@ func TestKernelNexthopLeftOver(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i, age := range []time.Duration{0, nexthopLinger / 2, nexthopLinger} {
-		for id := range w.nexthops.unused {
-			w.nexthops.unused[id] = time.Now().Add(-age)
+		for _, o := range w.nexthops.byID {
+			o.unused = time.Now().Add(-age)
 		}
 		if _, err := n.Read(silentContext(t), n.scope()); err != nil {
 			t.Fatal(err)

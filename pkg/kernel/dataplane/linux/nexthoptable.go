@@ -30,7 +30,8 @@ type nexthop struct {
 	gateway netip.Addr // invalid if there is none
 	index   int        // index of the device
 	onLink  bool
-	users   int // number of routes that use it
+	users   int       // number of routes that use it
+	unused  time.Time // when a read has first found it without a user; zero if the last read has found one
 }
 
 // nexthops contains the nexthop objects with flanneld's protocol number. Another flanneld on
@@ -40,12 +41,11 @@ type nexthops struct {
 	threshold int           // puts use objects if the device would have this many plain routes otherwise
 	linger    time.Duration // an unused object is kept for this time, because its creator may be about to use it
 
-	mu     sync.Mutex
-	byID   map[uint32]*nexthop
-	unused map[uint32]time.Time // by id: when a read has first found the object unused
-	idle   []uint32             // objects that may be deleted if no route uses them
-	plain  map[int]int          // number of IPv4 routes with a gateway and without an object, by index of the device
-	next   uint32
+	mu    sync.Mutex
+	byID  map[uint32]*nexthop
+	idle  []uint32    // objects that may be deleted if no route uses them
+	plain map[int]int // number of IPv4 routes with a gateway and without an object, by index of the device
+	next  uint32
 }
 
 func (t *nexthops) reset() {
@@ -60,16 +60,11 @@ func (t *nexthops) len() int {
 	return len(t.byID)
 }
 
-func (t *nexthops) remove(id uint32) {
-	delete(t.unused, id) // another program may reuse the id
-	delete(t.byID, id)
-}
-
 // forget removes an object that another program has deleted or replaced.
 func (t *nexthops) forget(id uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.remove(id)
+	delete(t.byID, id)
 }
 
 // release counts one user less of an object. The caller holds t.mu.
@@ -123,19 +118,15 @@ func (t *nexthops) selectUnused() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	now := time.Now()
-	before := t.unused
-	t.unused = map[uint32]time.Time{}
-
 	for id, o := range t.byID {
 		if o.users > 0 {
+			o.unused = time.Time{}
 			continue
 		}
-		since, known := before[id]
-		if !known {
-			since = now
+		if o.unused.IsZero() {
+			o.unused = now
 		}
-		t.unused[id] = since
-		if now.Sub(since) >= t.linger {
+		if now.Sub(o.unused) >= t.linger {
 			t.idle = append(t.idle, id)
 		}
 	}
