@@ -46,12 +46,12 @@ type batch struct {
 	buf     []byte
 	n       int // bytes of the packets in buf
 	size    int // size of the first packet in bytes
-	count   int
-	full    bool // no packet may follow
 	to      netip.AddrPort
 	socket  *socket
 	control segmentSize
 }
+
+func (b *batch) count() int { return (b.n + b.size - 1) / b.size }
 
 // The rate of ICMP errors is limited, as in routers.
 const (
@@ -153,10 +153,11 @@ func (o *outbound) route(dst netip.Addr) bool {
 // is for another peer or cannot take the packet, it is sent first.
 func (o *outbound) room(s *socket, to netip.AddrPort, n int) []byte {
 	b := &o.batch
-	if b.count > 0 && (b.full || b.to != to || n > b.size || b.n+n > maxPayload || b.count == maxDatagrams) {
+	// A packet that is shorter than the first one must be the last one.
+	if b.n > 0 && (b.n%b.size != 0 || b.to != to || n > b.size || b.n+n > maxPayload || b.count() == maxDatagrams) {
 		o.flush()
 	}
-	if b.count == 0 {
+	if b.n == 0 {
 		b.size = n
 		b.to = to
 		b.socket = s
@@ -164,25 +165,21 @@ func (o *outbound) room(s *socket, to netip.AddrPort, n int) []byte {
 
 	start := b.n
 	b.n += n
-	b.count++
-	b.full = n < b.size
 	return b.buf[start:b.n]
 }
 
 // flush implements direction. It sends the batch.
 func (o *outbound) flush() {
 	b := &o.batch
-	if b.count == 0 {
+	if b.n == 0 {
 		return
 	}
 	if err := o.send(); err == nil {
-		o.Counters.sent.Add(uint64(b.count))
+		o.Counters.sent.Add(uint64(b.count()))
 	} else {
 		o.sendEach(err)
 	}
 	b.n = 0
-	b.count = 0
-	b.full = false
 }
 
 // singlePeriod is the time during which a peer gets single datagrams, before the tunnel
@@ -195,7 +192,7 @@ var errNoSegments = errors.New("no segmentation")
 func (o *outbound) send() error {
 	b := &o.batch
 	var control []byte
-	if b.count > 1 {
+	if b.count() > 1 {
 		if !b.socket.segments || o.isSingle(b.to.Addr()) {
 			return errNoSegments
 		}

@@ -131,7 +131,7 @@ func TestOneByOne(t *testing.T) {
 	o, peers := newLoopback(t, netip.MustParsePrefix("10.5.1.0/24"), netip.MustParsePrefix("10.5.2.0/24"))
 	o.take(frame("10.5.1.7"))
 	o.sendEach(unix.EIO)
-	o.batch.n, o.batch.count = 0, 0
+	o.batch.n = 0
 	single, many := []int{1, 1, 1, 1, 1}, []int{5}
 	expect := func(when string, peer int, want []int) {
 		t.Helper()
