@@ -38,7 +38,6 @@ type monitor struct {
 	raw    syscall.RawConn // of conn, for reads that never wait
 	ready  wait.Signal
 	resume wait.Signal // Drain sends it, so that watch waits for the next announcement
-	done   chan struct{}
 	wg     sync.WaitGroup
 
 	names  map[int]string // names of the devices in Scope.Devices and Scope.Shared, by index
@@ -59,7 +58,7 @@ func (k *Kernel) Monitor(s dataplane.Scope, changed wait.Signal) (dataplane.Moni
 	}
 	m := &monitor{
 		kernel: k, scope: s, conn: conn,
-		ready: changed, resume: wait.NewSignal(), done: make(chan struct{}),
+		ready: changed, resume: wait.NewSignal(),
 		links: map[int]linkDetails{},
 	}
 	err = m.subscribe()
@@ -109,15 +108,9 @@ func (m *monitor) subscribe() error {
 
 // watch sends to ready when the socket has an announcement, and then waits until Drain has read all.
 func (m *monitor) watch() {
-	for {
-		select {
-		case <-m.done:
-			return
-		case <-m.resume:
-		}
-
+	for range m.resume {
 		// Drain may have read the announcement before this goroutine ran.
-		if err := m.raw.Read(func(uintptr) bool { return m.pending() }); err != nil { // closed
+		if err := m.raw.Read(pending); err != nil { // closed
 			return
 		}
 		m.ready.Send()
@@ -125,19 +118,15 @@ func (m *monitor) watch() {
 }
 
 // pending reports whether a read would return data or an error at once.
-func (m *monitor) pending() bool {
-	var got bool
-	_ = m.raw.Control(func(fd uintptr) {
-		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
-		got = n > 0 || err != nil
-	})
-	return got
+func pending(fd uintptr) bool {
+	n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
+	return n > 0 || err != nil
 }
 
 // Close implements dataplane.Monitor.
 func (m *monitor) Close() error {
-	close(m.done)
 	err := m.conn.Close()
+	m.resume.Send() // watch then finds that the socket is closed
 	m.wg.Wait()
 	return err
 }
