@@ -159,14 +159,9 @@ func (k *Kernel) link(index int) (l link, err error) {
 		m.begin(unix.RTM_GETLINK, 0, ifinfomsg(index)...)
 		m.attr32(unix.IFLA_EXT_MASK, rtextFilterSkipStats)
 	}, func(_ uint16, payload []byte) {
-		if len(payload) < unix.SizeofIfInfomsg {
-			return
-		}
-		l.flags = linkFlags(payload)
-		for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
-			if a.typ == unix.IFLA_IFNAME {
-				l.name = unix.ByteSliceToString(a.data)
-			}
+		if len(payload) >= unix.SizeofIfInfomsg {
+			details, _ := newLinkDetails(payload)
+			l = link{details.name, linkFlags(payload)}
 		}
 	})
 	if errors.Is(err, unix.ENODEV) {
