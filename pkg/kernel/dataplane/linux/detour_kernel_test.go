@@ -128,7 +128,7 @@ func watchGateway(k *Kernel, conn net.PacketConn, gateway netip.Addr, eth0, tunn
 	r, err := k.lookup(gateway)
 	if err == nil {
 		err = k.sock.ask(func(m *message) {
-			m.begin(unix.RTM_GETROUTE, 0, rtmsg(prefix.Host(next), 0, 0, 0, 0, 0, rtmFibMatch)...)
+			m.begin(unix.RTM_GETROUTE, 0, rtmsg(prefix.Host(next), 0, 0, 0, 0, 0, unix.RTM_F_FIB_MATCH)...)
 			m.addr(unix.RTA_DST, next)
 			m.attr32(unix.RTA_IIF, uint32(tunnel))
 		}, func(_ uint16, payload []byte) { arrived = parseRoute(payload) })

@@ -97,7 +97,7 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr, external string) (str
 // destination of a default route is invalid.
 func (k *Kernel) lookup(dst netip.Addr) (r routeReply, err error) {
 	err = k.sock.ask(func(m *message) {
-		m.begin(unix.RTM_GETROUTE, 0, rtmsg(prefix.Host(dst), 0, 0, 0, 0, 0, rtmFibMatch)...)
+		m.begin(unix.RTM_GETROUTE, 0, rtmsg(prefix.Host(dst), 0, 0, 0, 0, 0, unix.RTM_F_FIB_MATCH)...)
 		m.addr(unix.RTA_DST, dst)
 	}, func(_ uint16, payload []byte) { r = parseRoute(payload) })
 	if err != nil {
@@ -105,9 +105,6 @@ func (k *Kernel) lookup(dst netip.Addr) (r routeReply, err error) {
 	}
 	return r, nil
 }
-
-// rtmFibMatch is RTM_F_FIB_MATCH, for which x/sys has no constant.
-const rtmFibMatch = 0x2000
 
 // routeDependencies contains the devices, by index, and the source addresses that known routes depend
 // on. If one of them goes, the kernel may delete the routes without an announcement. Entries are never

@@ -10,17 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Message types, attributes and a size of nexthop objects, for which x/sys has no constants.
-const (
-	rtmNewNexthop = 104
-	rtmDelNexthop = 105
-	rtmGetNexthop = 106
-	nhaID         = 1
-	nhaOIF        = 5
-	nhaGateway    = 6
-	sizeofNhmsg   = 8
-	rtaNexthopID  = 30 // RTA_NH_ID, an attribute of routes
-)
+const rtaNexthopID = 30 // RTA_NH_ID, an attribute of routes, for which x/sys has no constant
 
 func align(n int) int { return (n + 3) &^ 3 }
 

@@ -24,12 +24,6 @@ import (
 // thousand changes.
 const monitorBuffer = 32 << 20
 
-// A multicast group and a value for which x/sys has no constants.
-const (
-	rtnlgrpNexthop = 32
-	eventFeatures  = 2 // IFLA_EVENT_FEATURES
-)
-
 // monitor implements dataplane.Monitor.
 type monitor struct {
 	kernel *Kernel
@@ -102,7 +96,7 @@ func (m *monitor) subscribe() error {
 	}
 
 	// Kernels before 5.3 have no nexthop objects, and no group for them.
-	_ = m.conn.JoinGroup(rtnlgrpNexthop)
+	_ = m.conn.JoinGroup(unix.RTNLGRP_NEXTHOP)
 	return nil
 }
 
@@ -221,9 +215,9 @@ func (m *monitor) message(typ, flags uint16, payload []byte) (e dataplane.Event,
 		return m.address(typ == unix.RTM_DELADDR, payload)
 	case unix.RTM_NEWLINK, unix.RTM_DELLINK:
 		return dataplane.Event{}, m.link(typ == unix.RTM_DELLINK, payload)
-	case rtmDelNexthop:
+	case unix.RTM_DELNEXTHOP:
 		return m.nexthop(payload), false
-	case rtmNewNexthop:
+	case unix.RTM_NEWNEXTHOP:
 		if flags&unix.NLM_F_REPLACE != 0 { // this process never replaces an object
 			return m.nexthop(payload), false
 		}
@@ -379,7 +373,7 @@ func newLinkDetails(payload []byte) (d linkDetails, features bool) {
 		case unix.IFLA_LINKINFO:
 			d.kind = string(a.data)
 		case unix.IFLA_EVENT:
-			features = len(a.data) == 4 && a.uint32() == eventFeatures
+			features = len(a.data) == 4 && a.uint32() == unix.IFLA_EVENT_FEATURES
 		}
 	}
 	return d, features
@@ -387,11 +381,11 @@ func newLinkDetails(payload []byte) (d linkDetails, features bool) {
 
 // nexthop forgets the nexthop object that a message announces as deleted or replaced.
 func (m *monitor) nexthop(payload []byte) (e dataplane.Event) {
-	if len(payload) < sizeofNhmsg {
+	if len(payload) < unix.SizeofNhmsg {
 		return dataplane.Event{}
 	}
-	for a := range attributes(payload[sizeofNhmsg:]) {
-		if a.typ == nhaID {
+	for a := range attributes(payload[unix.SizeofNhmsg:]) {
+		if a.typ == unix.NHA_ID {
 			e.Nexthop = a.uint32()
 		}
 	}

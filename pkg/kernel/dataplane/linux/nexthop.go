@@ -34,21 +34,21 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 
 	before := t.byID
 	err := k.sock.dump(ctx, func(m *message) {
-		m.begin(rtmGetNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
+		m.begin(unix.RTM_GETNEXTHOP, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
 	}, t.reset, func(typ uint16, payload []byte) {
-		if typ != rtmNewNexthop || len(payload) < sizeofNhmsg || payload[2] != dataplane.Protocol {
+		if typ != unix.RTM_NEWNEXTHOP || len(payload) < unix.SizeofNhmsg || payload[2] != dataplane.Protocol {
 			return
 		}
 
 		var id uint32
 		o := &nexthop{onLink: binary.NativeEndian.Uint32(payload[4:])&unix.RTNH_F_ONLINK != 0}
-		for a := range attributes(payload[sizeofNhmsg:]) {
+		for a := range attributes(payload[unix.SizeofNhmsg:]) {
 			switch a.typ {
-			case nhaID:
+			case unix.NHA_ID:
 				id = a.uint32()
-			case nhaOIF:
+			case unix.NHA_OIF:
 				o.index = int(a.uint32())
-			case nhaGateway:
+			case unix.NHA_GATEWAY:
 				o.gateway = a.addr()
 			}
 		}
@@ -121,10 +121,10 @@ func (k *Kernel) createNexthops(ctx context.Context, index int, ops []*dataplane
 		if r.OnLink {
 			flags = unix.RTNH_F_ONLINK
 		}
-		m.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, dataplane.Protocol, flags)...)
-		m.attr32(nhaID, ids[i])
-		m.attr32(nhaOIF, uint32(index))
-		m.addr(nhaGateway, r.Gateway)
+		m.begin(unix.RTM_NEWNEXTHOP, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, dataplane.Protocol, flags)...)
+		m.attr32(unix.NHA_ID, ids[i])
+		m.attr32(unix.NHA_OIF, uint32(index))
+		m.addr(unix.NHA_GATEWAY, r.Gateway)
 	})
 
 	for i, op := range ops {
@@ -175,7 +175,7 @@ func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, inde
 
 	// If a delete fails, the next read finds the object.
 	_ = k.sock.send(ctx, len(ids), func(i int, m *message) {
-		m.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
-		m.attr32(nhaID, ids[i])
+		m.begin(unix.RTM_DELNEXTHOP, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
+		m.attr32(unix.NHA_ID, ids[i])
 	})
 }

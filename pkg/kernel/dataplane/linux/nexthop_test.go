@@ -257,17 +257,17 @@ func TestKernelNexthopOfARestoredRoute(t *testing.T) {
 // nexthopObject creates a nexthop object as another program, on the device with the given index.
 func (w *world) nexthopObject(id uint32, protocol uint8, gateway string, index int) error {
 	return w.request(func(m *message) {
-		m.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, protocol, unix.RTNH_F_ONLINK)...)
-		m.attr32(nhaID, id)
-		m.attr32(nhaOIF, uint32(index))
-		m.addr(nhaGateway, netip.MustParseAddr(gateway))
+		m.begin(unix.RTM_NEWNEXTHOP, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, protocol, unix.RTNH_F_ONLINK)...)
+		m.attr32(unix.NHA_ID, id)
+		m.attr32(unix.NHA_OIF, uint32(index))
+		m.addr(unix.NHA_GATEWAY, netip.MustParseAddr(gateway))
 	})
 }
 
 func (w *world) deleteNexthop(id uint32) error {
 	return w.request(func(m *message) {
-		m.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
-		m.attr32(nhaID, id)
+		m.begin(unix.RTM_DELNEXTHOP, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
+		m.attr32(unix.NHA_ID, id)
 	})
 }
 

@@ -216,18 +216,18 @@ func (w *trafficWorld) Overflow() error {
 // DeleteNexthop implements disturber.
 func (w *trafficWorld) DeleteNexthop(n int) error {
 	return w.changeNexthop(n, func(m *message, id uint32, _ nexthop) {
-		m.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
-		m.attr32(nhaID, id)
+		m.begin(unix.RTM_DELNEXTHOP, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
+		m.attr32(unix.NHA_ID, id)
 	})
 }
 
 // ReplaceNexthop implements disturber.
 func (w *trafficWorld) ReplaceNexthop(n int) error {
 	return w.changeNexthop(n, func(m *message, id uint32, o nexthop) {
-		m.begin(rtmNewNexthop, unix.NLM_F_REPLACE, nhmsg(unix.AF_INET, dataplane.Protocol, unix.RTNH_F_ONLINK)...)
-		m.attr32(nhaID, id)
-		m.attr32(nhaOIF, uint32(o.index))
-		m.addr(nhaGateway, netip.MustParseAddr("172.30.0.9"))
+		m.begin(unix.RTM_NEWNEXTHOP, unix.NLM_F_REPLACE, nhmsg(unix.AF_INET, dataplane.Protocol, unix.RTNH_F_ONLINK)...)
+		m.attr32(unix.NHA_ID, id)
+		m.attr32(unix.NHA_OIF, uint32(o.index))
+		m.addr(unix.NHA_GATEWAY, netip.MustParseAddr("172.30.0.9"))
 	})
 }
 

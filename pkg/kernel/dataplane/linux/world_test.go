@@ -345,15 +345,15 @@ func multipath(m *message, is6 bool, index int) {
 
 func (w *world) nexthop(r dataplane.Route, index int) error {
 	return w.request(func(m *message) {
-		m.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_REPLACE, familyOf(r.Gateway), 0, unix.RTPROT_BOOT, 0)
+		m.begin(unix.RTM_NEWNEXTHOP, unix.NLM_F_CREATE|unix.NLM_F_REPLACE, familyOf(r.Gateway), 0, unix.RTPROT_BOOT, 0)
 		var flags uint32
 		if r.OnLink {
 			flags = unix.RTNH_F_ONLINK
 		}
 		m.buf = binary.NativeEndian.AppendUint32(m.buf, flags)
-		m.attr32(nhaID, r.NexthopID)
-		m.attr32(nhaOIF, uint32(index))
-		m.addr(nhaGateway, r.Gateway)
+		m.attr32(unix.NHA_ID, r.NexthopID)
+		m.attr32(unix.NHA_OIF, uint32(index))
+		m.addr(unix.NHA_GATEWAY, r.Gateway)
 	})
 }
 
