@@ -177,7 +177,11 @@ func (k *Kernel) changeVXLAN(ctx context.Context, index int, have, want dataplan
 					m.addr(typ, want.Local)
 				}
 				if have.Learning != want.Learning {
-					m.attr(unix.IFLA_VXLAN_LEARNING, []byte{map[bool]byte{true: 1}[want.Learning]})
+					learning := []byte{0}
+					if want.Learning {
+						learning[0] = 1
+					}
+					m.attr(unix.IFLA_VXLAN_LEARNING, learning)
 				}
 			})
 		})
