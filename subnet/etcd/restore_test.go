@@ -38,6 +38,18 @@ type restartableNode struct {
 	own    subnet.Lease
 }
 
+// startedTwice returns a node with one peer, and the state that it has stored after a restart.
+func startedTwice(t *testing.T) (*restartableNode, subnet.LedgerState) {
+	t.Helper()
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configV4)
+	f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"), f.grant(t, 60))
+	k := &restartableNode{f: f}
+	k.restart(t, "", nil)
+	k.restart(t, "", nil)
+	return k, k.savedState(t)
+}
+
 // savedState returns the state of the ledger in the form in which it is read from a state file.
 func (k *restartableNode) savedState(tb testing.TB) (state subnet.LedgerState) {
 	tb.Helper()
@@ -343,13 +355,8 @@ func TestRestartAtAnotherStore(t *testing.T) {
 func TestRestartWithAFailedList(t *testing.T) {
 	for _, compacted := range []bool{false, true} {
 		t.Run(fmt.Sprintf("compacted=%v", compacted), func(t *testing.T) {
-			f := newFixture(t, newServer(t))
-			f.put(t, "config", configV4)
-			f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"), f.grant(t, 60))
-			k := &restartableNode{f: f}
-			k.restart(t, "", nil)
-			k.restart(t, "", nil)
-			state := k.savedState(t)
+			k, state := startedTwice(t)
+			f := k.f
 			f.wipe(t)
 			f.put(t, "config", configV4)
 			for f.put(t, "other", "") < state.Store.Revision+5 {
@@ -871,14 +878,8 @@ func (s deafServer) Watch(down pb.Watch_WatchServer) error {
 
 // TestConfigDuringAudit ends a watch for the audit when it has brought a later lease, and not yet the configuration.
 func TestConfigDuringAudit(t *testing.T) {
-	f := newFixture(t, newServer(t))
-	f.put(t, "config", configV4)
-	f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"), f.grant(t, 60))
-	k := &restartableNode{f: f}
-	k.restart(t, "", nil)
-	k.restart(t, "", nil)
-	state := k.savedState(t)
-
+	k, state := startedTwice(t)
+	f := k.f
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
