@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"os"
@@ -280,6 +281,19 @@ func (c *cluster) requests(status int) []string {
 	return slices.Compact(asked)
 }
 
+// refused returns what the API server has refused, as requests does. The log has a request only a moment
+// after its answer, so refused waits for the first.
+func (c *cluster) refused() (got []string) {
+	c.t.Helper()
+	eventually(c.t, "refused request", func() error {
+		if got = c.requests(http.StatusForbidden); len(got) == 0 {
+			return errors.New("there is none")
+		}
+		return nil
+	})
+	return got
+}
+
 // errorLines returns the lines that the daemon logged as errors.
 func errorLines(d *lab.Daemon) []string {
 	var lines []string
@@ -431,12 +445,7 @@ func TestKubeRole(t *testing.T) {
 		}},
 		{role, "networkpolicies", "list", func(c *cluster) {
 			c.addPolicy()
-			eventually(c.t, "request", func() error {
-				if got := c.requests(http.StatusForbidden); len(got) == 0 {
-					return fmt.Errorf("no request was refused")
-				}
-				return nil
-			})
+			c.refused()
 			c.ready()
 			if got := errorLines(c.Host(1).Daemon()); len(got) > 0 {
 				c.t.Errorf("errors in the log: %q, want none", got)
@@ -445,6 +454,7 @@ func TestKubeRole(t *testing.T) {
 		{"namespaces/default/roles/flannel-events", "events", "create", func(c *cluster) {
 			c.ready()
 			c.addHostile(111)
+			c.refused()
 			if got := c.events(1); len(got) > 0 {
 				c.t.Errorf("Events created without permission: %q", got)
 			}
@@ -465,7 +475,7 @@ func TestKubeRole(t *testing.T) {
 			restore := c.revokeVerb(tc.role, tc.resource, tc.verb)
 			d := start(t, c.Host(1), c.options(1))
 			tc.missed(c)
-			if got, want := c.requests(http.StatusForbidden), tc.verb+" "+tc.resource; !slices.Equal(got, []string{want}) {
+			if got, want := c.refused(), tc.verb+" "+tc.resource; !slices.Equal(got, []string{want}) {
 				t.Errorf("refused requests: %q, want only %s", got, want)
 			}
 			restore()
