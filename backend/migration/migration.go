@@ -109,6 +109,7 @@ func (b *Backend) check() error {
 func (b *Backend) Describe() backend.Description {
 	d := b.parts[present].be.Describe().Join(b.parts[next].be.Describe())
 	d.Sides = []backend.Side{b.parts[present].side, b.parts[next].side}
+	d.Usable = func(ctx context.Context) error { return backend.Usable(ctx, b.parts[present].be) } // a next one that is not is tried again
 	return d
 }
 

@@ -55,7 +55,9 @@ func New(env backend.Env, newCloud, newTunnel backend.Create) (backend.Backend, 
 // Describe implements backend.Backend. The MTU is at most the one of the tunnel, because any peer may come to need the
 // tunnel.
 func (b *Backend) Describe() backend.Description {
-	return b.cloud.Describe().Join(b.tunnel.Describe())
+	d := b.cloud.Describe().Join(b.tunnel.Describe())
+	d.Usable = b.tunnel.Describe().Usable // a host that cannot use the cloud uses the tunnel
+	return d
 }
 
 // Claim implements backend.Backend. It makes no call of the cloud, because a host that cannot use

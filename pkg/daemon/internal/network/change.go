@@ -50,6 +50,9 @@ func (n *Network) awaitChange(ctx context.Context, s *session, published <-chan 
 	for ctx.Err() == nil {
 		cfg, changed := n.wanted(stepping)
 		var again <-chan time.Time // nil never receives
+		if rest := n.config.rest(); rest > 0 {
+			again = time.After(rest)
+		}
 		if cfg != nil {
 			next, err := n.prepareUnless(ctx, changed, s, *cfg, published)
 			if err == nil {
@@ -100,7 +103,7 @@ func (n *Network) wanted(step bool) (cfg *subnet.Config, changed <-chan struct{}
 	switch {
 	case cfg != nil && n.config.follow:
 		return new(now.Withdrawn(*cfg)), changed
-	case step && now.Config.Stage != "" && !n.config.hasGivenUp():
+	case step && now.Config.Stage != "" && n.config.rest() <= 0:
 		return new(now.Config.Step()), changed
 	}
 	return nil, changed
@@ -170,7 +173,7 @@ func (n *Network) prepareChange(ctx context.Context, s *session, cfg subnet.Conf
 		return c, nil
 	}
 
-	if c.be, _, err = n.newBackend(n.env(c.iface, cfg)); err != nil {
+	if c.be, _, err = n.newBackend(ctx, n.env(c.iface, cfg)); err != nil {
 		return c, err
 	}
 	if err := n.lockFor(c.be); err != nil {

@@ -172,8 +172,8 @@ func TestChangeThatIsNotFree(t *testing.T) {
 }
 
 // TestSteps waits in each stage for the next step toward the configuration in the store. A host that has withdrawn the
-// data of its next backend makes it some time after its lease is published, and otherwise the backend says when. There
-// must be none if a step has failed to start.
+// data of its next backend makes it some time after its lease is published, and otherwise the backend says when. If a
+// step has failed to start, the host waits before it tries again.
 func TestSteps(t *testing.T) {
 	for name, tt := range map[string]struct {
 		stage, next subnet.Stage
@@ -183,7 +183,7 @@ func TestSteps(t *testing.T) {
 		"withdrawn":                   {stage: subnet.Withdrawn, next: "", after: withdrawal},
 		"finished":                    {stage: subnet.Finished, next: subnet.Leaving, asks: true},
 		"finished, and not asked":     {stage: subnet.Finished, next: "none", after: time.Hour},
-		"finished, but did not start": {stage: subnet.Finished, next: "none", asks: true, fails: true, after: time.Hour},
+		"finished, but did not start": {stage: subnet.Finished, next: subnet.Leaving, asks: true, fails: true, after: leastPause},
 		"no stage":                    {next: "none", asks: true, after: time.Hour},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -191,7 +191,11 @@ func TestSteps(t *testing.T) {
 				n, s := networkOn(t, starter{close: func() {}}, link(1500, "192.0.2.1"))
 				defer n.stopServing()
 				n.state.Update(func(now *lastknown.State) { now.Config.Stage = tt.stage })
-				n.config.failed.final = tt.fails
+				if tt.fails {
+					stored := n.last().Config.Goal()
+					n.config.stored.config = &stored
+					n.config.giveUp(t.Context(), stored, errors.New("does not start"))
+				}
 				s.reclaim = wait.NewSignal()
 				if tt.asks {
 					s.reclaim.Send()

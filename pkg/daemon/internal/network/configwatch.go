@@ -7,8 +7,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"sync"
+	"time"
 
 	"k8s.io/klog/v2"
 
@@ -48,9 +50,18 @@ const gone = "there is no configuration any more"
 
 // failure is why the network cannot change to a valid configuration. It is zero if that was not tried.
 type failure struct {
-	why   string // "" again when the network uses the configuration
-	final bool   // it did not start: another attempt would disturb the traffic again
+	why   string        // "" again when the network uses the configuration
+	pause time.Duration // after the last attempt that did not start; 0 if there was none
+	until time.Time     // the end of pause
 }
+
+// leastPause and mostPause limit the time until a configuration that did not start is tried again. The pause
+// doubles. The obstacle may go, such as another program's device. But an attempt can lose packets: if the host needs
+// another subnet, peers learn of it before the backend starts.
+const (
+	leastPause = time.Minute
+	mostPause  = time.Hour
+)
 
 // set changes used or stored, and wakes those who wait for next. If the network then uses what the store has,
 // there is no reason why it cannot. The caller holds w.mu.
@@ -71,6 +82,7 @@ func (w *configWatch) use(cfg subnet.Config) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.set(func() { w.used = &cfg })
+	w.failed.pause = 0
 }
 
 // next returns the configuration that the network should use instead of the present one, and a channel
@@ -78,7 +90,7 @@ func (w *configWatch) use(cfg subnet.Config) {
 func (w *configWatch) next() (cfg *subnet.Config, changed <-chan struct{}) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if !w.failed.final && len(w.differs()) > 0 {
+	if w.rests() <= 0 && len(w.differs()) > 0 {
 		cfg = new(w.used.Toward(*w.stored.config))
 	}
 	return cfg, w.changed.Changed()
@@ -177,27 +189,13 @@ func (w *configWatch) read(ctx context.Context, text []byte) reading {
 // configuration by now. It logs only the first reason for cfg, because the text of a reason may
 // contain addresses that change all the time.
 func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) {
-	w.fail(ctx, cfg, failure{oneline.Text(why), false})
+	w.fail(ctx, cfg, oneline.Text(why), 0)
 }
 
-// giveUp records and logs why the network cannot use cfg, whose backend has not started. After that next
-// does not return cfg, because another attempt would disturb the traffic again. giveUp has no effect if
-// the store has another configuration by now.
+// giveUp records and logs why the network cannot use cfg, whose backend has not started. Until the end of a pause next
+// does not return cfg. giveUp has no effect if the store has another configuration by now.
 func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) {
-	w.fail(ctx, cfg, failure{oneline.Text(why) + " (tried again only if the configuration changes or flanneld starts again)", true})
-}
-
-func (w *configWatch) fail(ctx context.Context, cfg subnet.Config, f failure) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if !w.stores(cfg) {
-		return
-	}
-	refused := w.unusable()
-	w.failed = f
-	if refused == "" || f.final {
-		w.logRefusal(ctx, refused)
-	}
+	w.fail(ctx, cfg, oneline.Text(why), leastPause)
 }
 
 // refuseFirst records that the network starts with a former configuration, or with a part of cfg, because it
@@ -210,8 +208,33 @@ func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why er
 	}
 	w.mu.Unlock()
 
-	// Without follow there is no other attempt, and no reason to exit either.
-	w.fail(ctx, cfg, failure{oneline.Text(why), !w.follow})
+	least := time.Duration(0)
+	if !w.follow { // there is no other attempt, and no reason to exit either
+		least = math.MaxInt64
+	}
+	w.fail(ctx, cfg, oneline.Text(why), least)
+}
+
+// fail records and logs why the network cannot use cfg, unless the store has another configuration by now. least is
+// the pause after the first attempt in a row; zero if cfg may be tried at once.
+func (w *configWatch) fail(ctx context.Context, cfg subnet.Config, why string, least time.Duration) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if !w.stores(cfg) {
+		return
+	}
+	refused := w.unusable()
+	if least > 0 {
+		w.failed.pause = max(min(2*w.failed.pause, mostPause), least)
+		w.failed.until = time.Now().Add(w.failed.pause)
+	}
+	if least > 0 && w.follow {
+		why += fmt.Sprintf(" (tried again after %s)", w.failed.pause)
+	}
+	w.failed.why = why
+	if refused == "" || least > 0 {
+		w.logRefusal(ctx, refused)
+	}
 }
 
 // stores reports whether the store has cfg, or cfg is a step toward what it has. The caller holds w.mu.
@@ -221,13 +244,16 @@ func (w *configWatch) stores(cfg subnet.Config) bool {
 		w.used != nil && len(subnet.Changes(w.used.Toward(*stored), cfg)) == 0)
 }
 
-// hasGivenUp reports whether the last valid configuration in the store, or a step toward it, was tried and
-// did not start.
-func (w *configWatch) hasGivenUp() bool {
+// rest returns the time for which the network does not try what it has given up: the last valid configuration in the
+// store, or a step toward it. Otherwise the result is not positive.
+func (w *configWatch) rest() time.Duration {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.failed.final
+	return w.rests()
 }
+
+// rests is rest for a caller that holds w.mu.
+func (w *configWatch) rests() time.Duration { return time.Until(w.failed.until) }
 
 // recordRefusal records why the configuration in the store cannot be used. The caller has logged it.
 func (w *configWatch) recordRefusal(why error) {

@@ -127,7 +127,7 @@ func TestConfigWatchHasGivenUp(t *testing.T) {
 			w := &configWatch{follow: true, validate: subnet.ParseConfig}
 			w.use(parseConfig(t, `{"Network":"10.5.0.0/16"}`))
 			unusable(w)
-			if w.hasGivenUp() {
+			if w.rest() > 0 {
 				t.Error("no configuration has failed to start, and one counts as that")
 			}
 			w.apply(t.Context(), []byte(`{"Network":"10.6.0.0/16"}`))
@@ -138,11 +138,11 @@ func TestConfigWatchHasGivenUp(t *testing.T) {
 			}
 
 			unusable(w)
-			if again, _ := w.next(); again != nil || !w.hasGivenUp() {
+			if again, _ := w.next(); again != nil || w.rest() <= 0 {
 				t.Errorf("next %v, want that the configuration that did not start is remembered", again)
 			}
 			w.apply(t.Context(), []byte(`{"Network":"10.7.0.0/16"}`))
-			if w.hasGivenUp() {
+			if w.rest() > 0 {
 				t.Error("another configuration counts as one that did not start")
 			}
 		})
@@ -325,7 +325,7 @@ func TestConfigWatchRefusesAStep(t *testing.T) {
 // whether those who wait for next were woken.
 func TestConfigWatchStates(t *testing.T) {
 	type step struct{ do, want string }
-	short := strings.NewReplacer(" (tried again only if the configuration changes or flanneld starts again)", "", "the network configuration ", "it ", ": flanneld goes on with the one that it has", "",
+	short := strings.NewReplacer(" (tried again after 1m0s)", "", "the network configuration ", "it ", ": flanneld goes on with the one that it has", "",
 		"invalid network configuration: byte 1: unexpected end of JSON input", "not JSON", "there is no configuration any more", "none")
 	for name, tt := range map[string]struct {
 		follow bool
@@ -436,7 +436,7 @@ func TestConfigWatchStates(t *testing.T) {
 				if why := w.refusal(); why != "" {
 					says = append(says, "refused: "+why)
 				}
-				if w.hasGivenUp() {
+				if w.rest() > 0 {
 					says = append(says, "failed")
 				}
 				select {

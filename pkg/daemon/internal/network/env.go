@@ -133,8 +133,8 @@ func (n *Network) readLocation(ctx context.Context) error {
 }
 
 // newBackend returns the backend of a configuration that the network is about to use. It returns an error
-// if the backend cannot use one of the flags.
-func (n *Network) newBackend(env backend.Env) (be backend.Backend, warnings []string, err error) {
+// if the backend cannot use one of the flags, or finds out that it cannot start on this host.
+func (n *Network) newBackend(ctx context.Context, env backend.Env) (be backend.Backend, warnings []string, err error) {
 	be, warnings, err = n.catalog.New(env)
 	if err != nil {
 		return nil, nil, err
@@ -150,6 +150,9 @@ func (n *Network) newBackend(env backend.Env) (be backend.Backend, warnings []st
 		if err := backend.CheckLocations(be, env.Config.BackendType); flag[1] != "" && err != nil {
 			return nil, nil, fmt.Errorf("%s %s cannot be used: %w", flag[0], flag[1], err)
 		}
+	}
+	if err := backend.Usable(ctx, be); err != nil {
+		return nil, nil, fmt.Errorf("start backend: %w", err)
 	}
 	return be, warnings, nil
 }

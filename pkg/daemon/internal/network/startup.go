@@ -120,7 +120,7 @@ func (s *startup) prepareWith(ctx context.Context, cfg subnet.Config, waits bool
 	s.endTries() // otherwise two sessions could run the backend's commands at the same time
 	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
 	env := s.env(iface, cfg)
-	be, warnings, err := s.newBackend(env)
+	be, warnings, err := s.newBackend(ctx, env)
 	if err != nil {
 		return nil, err
 	}
