@@ -155,11 +155,8 @@ func (b *Backend) inProcess(ctx context.Context, links map[string]dataplane.Link
 	return false, err
 }
 
-// probeDevice is the name of the device that kernelSupported creates and deletes again.
-const probeDevice = "flannel-wg-try"
-
-// kernelSupported returns an error that wraps EOPNOTSUPP if the kernel has no WireGuard. links are
-// those devices of the backend that exist.
+// kernelSupported returns an error that wraps EOPNOTSUPP if the kernel has no WireGuard. It creates and deletes a
+// device, unless one of links, those devices of the backend that exist, is of WireGuard.
 func (b *Backend) kernelSupported(ctx context.Context, links map[string]dataplane.Link) error {
 	for _, l := range links {
 		if l.Kind == dataplane.KindWireGuard {
@@ -167,7 +164,9 @@ func (b *Backend) kernelSupported(ctx context.Context, links map[string]dataplan
 		}
 	}
 
-	return b.env.TryDevice(ctx, dataplane.Link{Name: probeDevice, Kind: dataplane.KindWireGuard, MTU: prefix.IPv6.MinMTU()})
+	// Networks of one host have different ports, and may try at the same moment.
+	name := fmt.Sprintf("flannel-t%d", b.config.ListenPort)
+	return b.env.TryDevice(ctx, dataplane.Link{Name: name, Kind: dataplane.KindWireGuard, MTU: prefix.IPv6.MinMTU()})
 }
 
 // removeKernelDevices removes the kernel's WireGuard devices of a start with another Implementation,

@@ -376,8 +376,7 @@ func TestConfigurationRejected(t *testing.T) {
 		{`{"Network":"10.5.0.0/16","Backend":{"Type":"ipip"}}`, "flannel.ipip is of type bridge"},
 		{`{"Network":"10.6.0.0/16","Backend":{"Type":"ipip"}}`, "flannel.ipip is of type bridge"},
 	} {
-		switch i {
-		case 7: // the only subnet belongs to another host
+		if i == 7 { // the only subnet belongs to another host
 			putKey(t, etcdClient(t, l), subnets+"10.6.1.0-24", `{"PublicIP":"192.0.2.9","BackendType":"vxlan"}`)
 		}
 		if err := l.PutNetwork(testContext(t), json.RawMessage(step.config)); err != nil {
