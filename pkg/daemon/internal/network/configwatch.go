@@ -185,29 +185,10 @@ func (w *configWatch) read(ctx context.Context, text []byte) reading {
 	return reading{config: &cfg}
 }
 
-// refuse records why the network cannot change to cfg. It has no effect if the store has another
-// configuration by now. It logs only the first reason for cfg, because the text of a reason may
-// contain addresses that change all the time.
+// refuse records why the network cannot use cfg, or not all of it: the store has it, or had it at the start. It has no
+// effect if the store has another configuration by now. It logs only the first reason for cfg, because the text of a
+// reason may contain addresses that change all the time.
 func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) {
-	w.fail(ctx, cfg, oneline.Text(why), 0)
-}
-
-// giveUp records and logs why the network cannot use cfg, whose backend has not started. Until the end of a pause next
-// does not return cfg. giveUp has no effect if the store has another configuration by now.
-func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) {
-	w.fail(ctx, cfg, oneline.Text(why), leastPause)
-}
-
-// refuseFirst records that the network starts with a former configuration, or with a part of cfg, because it
-// cannot use cfg, which the store had at the start. It has no effect if the store has another configuration
-// by now.
-func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why error) {
-	w.mu.Lock()
-	if w.stored == (reading{}) {
-		w.set(func() { w.stored.config = &cfg })
-	}
-	w.mu.Unlock()
-
 	least := time.Duration(0)
 	if !w.follow { // there is no other attempt, and no reason to exit either
 		least = math.MaxInt64
@@ -215,11 +196,19 @@ func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why er
 	w.fail(ctx, cfg, oneline.Text(why), least)
 }
 
+// giveUp is refuse for a configuration whose backend has not started. Until the end of a pause next does not return it.
+func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) {
+	w.fail(ctx, cfg, oneline.Text(why), leastPause)
+}
+
 // fail records and logs why the network cannot use cfg, unless the store has another configuration by now. least is
 // the pause after the first attempt in a row; zero if cfg may be tried at once.
 func (w *configWatch) fail(ctx context.Context, cfg subnet.Config, why string, least time.Duration) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if w.stored == (reading{}) { // cfg was read at the start, and no watch has reported yet
+		w.set(func() { w.stored.config = &cfg })
+	}
 	if !w.stores(cfg) {
 		return
 	}

@@ -172,7 +172,7 @@ func TestConfigWatchRefusesTheFirst(t *testing.T) {
 				w.apply(t.Context(), []byte(tt.text))
 			}
 			w.use(parse(used))
-			w.refuseFirst(t.Context(), parse(first), errors.New("does not start"))
+			w.refuse(t.Context(), parse(first), errors.New("does not start"))
 			next, _ := w.next()
 			if next == nil || next.Networks[0].Prefix.String() != tt.next || w.refusal() != tt.refusal {
 				t.Errorf("next %v, refusal %q, want %s, %q", next, w.refusal(), tt.next, tt.refusal)
@@ -352,7 +352,7 @@ func TestConfigWatchStates(t *testing.T) {
 		"not followed": {false, []step{
 			{"use 5", ""},
 			{"apply 6", "it has changed: restart needed; next 6; restart: IPv4 network 10.5.0.0/16 -> 10.6.0.0/16; woken"},
-			{"refuse 6 busy", "it cannot be used; warned: busy; next 6; restart: busy; refused: busy"},
+			{"refuse 6 busy", "it cannot be used; warned: busy; restart: busy; refused: busy; failed"},
 			{"apply 5", "it is again the one in use; woken"},
 			{"apply {", "it cannot be used; warned: not JSON; restart: not JSON; refused: not JSON"},
 			{"apply 7", "it has changed: restart needed; next 7; restart: IPv4 network 10.5.0.0/16 -> 10.7.0.0/16; woken"},
@@ -376,18 +376,18 @@ func TestConfigWatchStates(t *testing.T) {
 			{"apply 7", "it has changed; next 7; woken"},
 		}},
 		"refused at first": {true, []step{
-			{"refuseFirst 6 busy", "it cannot be used; warned: busy; refused: busy"},
+			{"refuse 6 busy", "it cannot be used; warned: busy; refused: busy"},
 			{"use 5", "next 6; refused: busy; woken"},
 			{"apply 6", "next 6; refused: busy"},
 			{"apply 5", "it is again the one in use; woken"},
-			{"refuseFirst 6 late", ""},
+			{"refuse 6 late", ""},
 		}},
 		"refused at first, and not followed": {false, []step{
-			{"refuseFirst 6 busy", "it cannot be used; warned: busy; restart: busy; refused: busy; failed"},
+			{"refuse 6 busy", "it cannot be used; warned: busy; restart: busy; refused: busy; failed"},
 			{"use 5", "restart: busy; refused: busy; failed; woken"},
 			{"apply 6", "restart: busy; refused: busy; failed"},
 			{"apply 7", "it has changed: restart needed; next 7; restart: IPv4 network 10.5.0.0/16 -> 10.7.0.0/16; woken"},
-			{"refuseFirst 6 late", "next 7; restart: IPv4 network 10.5.0.0/16 -> 10.7.0.0/16"},
+			{"refuse 6 late", "next 7; restart: IPv4 network 10.5.0.0/16 -> 10.7.0.0/16"},
 		}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -419,8 +419,6 @@ func TestConfigWatchStates(t *testing.T) {
 					w.use(parseConfig(t, text(n)))
 				case "refuse":
 					w.refuse(ctx, parseConfig(t, text(n)), errors.New(reason))
-				case "refuseFirst":
-					w.refuseFirst(ctx, parseConfig(t, text(n)), errors.New(reason))
 				case "fail":
 					w.giveUp(ctx, parseConfig(t, text(n)), errors.New(reason))
 				case "record":

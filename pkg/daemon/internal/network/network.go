@@ -182,8 +182,9 @@ func (n *Network) serveFirst(ctx context.Context, first *change) (*session, erro
 	}
 
 	n.config.use(first.before.Config)
-	n.config.refuseFirst(ctx, first.config, err)
-	if !errors.Is(err, ownership.ErrInUse) { // after ErrInUse the network tries again: another process may release the device
+	if errors.Is(err, ownership.ErrInUse) { // another process may release the device, and an attempt loses nothing
+		n.config.refuse(ctx, first.config, err)
+	} else {
 		n.config.giveUp(ctx, first.config, err)
 	}
 	first.before.Stored = first.own

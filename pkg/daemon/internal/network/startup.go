@@ -77,7 +77,7 @@ func (s *startup) prepare(ctx context.Context) (c *change, err error) {
 		cfg = cfg.Without(part.Family)
 		c, err = s.prepareWith(ctx, cfg, !s.differs(cfg))
 		if err == nil {
-			s.config.refuseFirst(ctx, stored, fmt.Errorf("only %s is used: %w", cfg.Networks[0].Family(), part))
+			s.config.refuse(ctx, stored, fmt.Errorf("only %s is used: %w", cfg.Networks[0].Family(), part))
 		}
 	}
 	if err == nil || ctx.Err() != nil || errors.Is(err, ErrConfigChanged) || !s.differs(cfg) {
@@ -88,7 +88,7 @@ func (s *startup) prepare(ctx context.Context) (c *change, err error) {
 	c, errFormer := s.prepareWith(ctx, *s.former(), !full)
 	switch {
 	case errFormer == nil:
-		s.config.refuseFirst(ctx, stored, err)
+		s.config.refuse(ctx, stored, err)
 		return c, nil
 	case errors.Is(errFormer, ErrConfigChanged):
 		return nil, errFormer
