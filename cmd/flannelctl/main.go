@@ -34,7 +34,7 @@ func execute(ctx context.Context, root *cobra.Command, stdout io.Writer) error {
 	switch {
 	case errors.Is(err, context.Canceled):
 		return openError{errors.New("interrupted")}
-	case err == nil && out.failed != nil:
+	case out.failed != nil && (err == nil || errors.Is(err, out.failed)):
 		return openError{fmt.Errorf("write the output: %w", out.failed)}
 	}
 	return err

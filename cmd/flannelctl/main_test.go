@@ -67,17 +67,20 @@ func TestInterruptedIsNotBroken(t *testing.T) {
 	}
 }
 
-// TestFullDisk expects an error if the output cannot be written, as with a full disk.
+// TestFullDisk expects an error if the output cannot be written, as with a full disk, and another exit code than that of
+// a broken path, also from a command that returns the error of a write.
 func TestFullDisk(t *testing.T) {
 	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer full.Close()
-	root := newRoot(thisHost())
-	root.SetArgs([]string{"doctor", "--help"})
-	if err := execute(t.Context(), root, full); !errors.Is(err, syscall.ENOSPC) || exitCode(err) != 2 {
-		t.Errorf("%v, exit code %d", err, exitCode(err))
+	for _, args := range [][]string{{"doctor", "--help"}, {"version"}} {
+		root := newRoot(thisHost())
+		root.SetArgs(args)
+		if err := execute(t.Context(), root, full); !errors.Is(err, syscall.ENOSPC) || exitCode(err) != 2 {
+			t.Errorf("%s: %v, exit code %d", args, err, exitCode(err))
+		}
 	}
 }
 
