@@ -46,10 +46,10 @@ func TestVersion(t *testing.T) {
 // TestWrongArguments expects that a command with wrong arguments names its usage, and that its exit code is not that
 // of a broken path.
 func TestWrongArguments(t *testing.T) {
-	for _, args := range [][]string{{"reserve"}, {"revoke"}, {"leases", "all"}, {"migrate", "start"}, {"check", "--pears"}, {"status", "-o", "xml"}} {
-		_, err := run(t, args...)
-		if err == nil || !strings.Contains(err.Error(), "the usage is flannelctl "+args[0]) || exitCode(err) != 2 {
-			t.Errorf("flannelctl %s: %v", strings.Join(args, " "), err)
+	for _, args := range [][]string{{"reserve"}, {"revoke"}, {"leases", "all"}, {"migrate", "start"}, {"check", "--pears"}, {"status", "-o", "xml"}, {"help", "nonsense"}} {
+		out, err := run(t, args...)
+		if err == nil || !strings.Contains(err.Error(), "the usage is flannelctl "+args[0]) || exitCode(err) != 2 || out != "" {
+			t.Errorf("flannelctl %s: %v, output %q", strings.Join(args, " "), err, out)
 		}
 	}
 }

@@ -25,6 +25,7 @@ func newRoot(h host) *cobra.Command {
 
 	addCompletion(root)
 	checkArguments(root)
+	addHelp(root)
 	root.SetFlagErrorFunc(wrongUsage)
 	return root
 }
@@ -59,6 +60,22 @@ func addCompletion(root *cobra.Command) {
 	if cmd, _, err := root.Find([]string{"completion"}); err == nil {
 		cmd.Example = "  flannelctl completion bash > /etc/bash_completion.d/flannelctl\n" +
 			"  source <(flannelctl completion zsh)\n  flannelctl completion fish | source"
+	}
+}
+
+// addHelp adds cobra's command for help. For an unknown command it returns an error: cobra prints the usage where the
+// output goes, with exit code 0.
+func addHelp(root *cobra.Command) {
+	root.InitDefaultHelpCmd()
+	help, _, _ := root.Find([]string{"help"})
+	show := help.Run
+	help.Run = nil
+	help.RunE = func(cmd *cobra.Command, args []string) error {
+		if _, _, err := root.Find(args); err != nil {
+			return wrongUsage(cmd, fmt.Errorf("unknown command %q", args[0]))
+		}
+		show(cmd, args)
+		return nil
 	}
 }
 
