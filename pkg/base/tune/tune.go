@@ -142,3 +142,11 @@ func Spent() time.Duration {
 	}
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
+
+// Cost returns a function that returns what the work of one goroutine since then has cost: the CPU time that the process
+// has used, or the elapsed time if that is less, because other goroutines on other CPUs have worked as well.
+func Cost() func() time.Duration {
+	begin := time.Now()
+	spent := Spent()
+	return func() time.Duration { return min(time.Since(begin), Spent()-spent) }
+}

@@ -137,3 +137,21 @@ func TestRestAfterTheState(t *testing.T) {
 		})
 	}
 }
+
+// TestCost expects neither the CPU time of other goroutines nor the time of a wait in a cost. The clock of the test
+// stands while it computes.
+func TestCost(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		cost := Cost()
+		for begin := Spent(); Spent()-begin < 20*time.Millisecond; {
+			continue
+		}
+		if got := cost(); got != 0 {
+			t.Errorf("%s of work that took no time", got)
+		}
+		time.Sleep(24 * time.Hour)
+		if got := cost(); got < 20*time.Millisecond || got > time.Hour {
+			t.Errorf("%s of 20 ms of work and a wait", got)
+		}
+	})
+}

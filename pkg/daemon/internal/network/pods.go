@@ -20,7 +20,7 @@ import (
 const (
 	// lookPause is the least time between two looks at what the kernel does with packets of pods, and lookPauseMost
 	// the longest one. A look asks for two routes of each peer, and the kernel announces settings with each pod that
-	// starts. So the time after a look is lookShare times its CPU time, which is half a second with 5,000 peers.
+	// starts. So the time after a look is lookShare times its cost in CPU time, which is half a second with 5,000 peers.
 	lookPause, lookPauseMost = 10 * time.Second, time.Minute
 	lookShare                = 100
 	// settlePause is the time between an announcement and the look. A VPN that connects announces several.
@@ -53,11 +53,11 @@ func (n *Network) watchPods(ctx context.Context) {
 			return
 		}
 
-		begin := tune.Spent()
+		cost := tune.Cost()
 		served := n.serving.Load() != nil
 		problem, known := n.cutOff(ctx)
 		looked = served && known
-		rest := min(max(lookPause, lookShare*(tune.Spent()-begin)), lookPauseMost)
+		rest := min(max(lookPause, lookShare*cost()), lookPauseMost)
 		if !known {
 			problem = before
 		}
