@@ -205,6 +205,18 @@ func (f toolFaults) table() []toolFault {
 			doctor: "cni0 has pods and no address", check: "bridge", status: "cni0 has pods and no address", noPod: true,
 		},
 		{
+			name: "another bridge has the subnet of this host", cut: true, v4: true,
+			cause: func(f toolFaults) func() {
+				own := netip.PrefixFrom(f.ownA.Addr().Next(), f.ownA.Bits()).String()
+				f.ip("link", "add", "docker0", "up", "type", "bridge")
+				f.ip("addr", "del", own, "dev", lab.PodBridge)
+				f.ip("addr", "add", own, "dev", "docker0")
+				f.ip("addr", "add", own, "dev", lab.PodBridge)
+				return func() { f.ip("link", "del", "docker0") }
+			},
+			doctor: "go to docker0", check: "bridge", status: "go to docker0",
+		},
+		{
 			name: "bridge has a smaller MTU than its pods", cut: true,
 			cause: func(f toolFaults) func() {
 				f.ip("link", "set", lab.PodBridge, "mtu", "1280")

@@ -65,8 +65,8 @@ func newHost(files map[string]string) Facts {
 		Bridges: []Bridge{{Name: "cni0", MTU: 1450, PortMTU: 1450, CNI: true, Addresses: []netip.Prefix{netip.MustParsePrefix("10.5.49.1/24"), netip.MustParsePrefix("fd00:10:5:49::1/64")}}},
 		Rules:   []Rule{{Family: prefix.IPv4, Table: 255}, {Family: prefix.IPv4, Priority: 32766, Table: 254}, {Family: prefix.IPv4, Priority: 32767, Table: 253}},
 		Ways: []Way{
-			{Subnet: peer, In: "cni0", From: pod, To: remote, Route: Route{Dev: "flannel.1", Via: peer.Addr(), Table: 254}},
-			{Subnet: peer, Back: true, In: "flannel.1", From: remote, To: pod, Route: Route{Dev: "cni0", Table: 254}},
+			{Subnet: peer, In: "cni0", Bridge: "cni0", From: pod, To: remote, Route: Route{Dev: "flannel.1", Via: peer.Addr(), Table: 254}},
+			{Subnet: peer, Back: true, In: "flannel.1", Bridge: "cni0", From: remote, To: pod, Route: Route{Dev: "cni0", Table: 254}},
 		},
 	}
 }
@@ -97,6 +97,15 @@ func withPart(to string, back bool, route Route) func(*Facts) {
 		}
 		w.Sent.Err = route.Err
 		h.Ways = append(h.Ways, w)
+	}
+}
+
+// otherBridge adds a bridge with the address of the usual one, whose ports have an MTU, or which has none if that is 0.
+// Packets to pods of the usual bridge go to the one with the name taker.
+func otherBridge(portMTU int, taker string) func(*Facts) {
+	return func(h *Facts) {
+		h.Bridges = append(h.Bridges, Bridge{Name: "docker0", MTU: 1450, PortMTU: portMTU, Addresses: h.Bridges[0].Addresses})
+		h.Ways[1].Route.Dev = taker
 	}
 }
 
@@ -212,6 +221,13 @@ func TestDoctor(t *testing.T) {
 			h.Ways[1].Route = Route{Err: syscall.EHOSTUNREACH}
 		}, want: "cni0 is down: its pods are not reached", fix: "ip link set cni0 up", word: "bridge"},
 		{name: "bridge of another network without an address", facts: func(h *Facts) { h.Bridges = append(h.Bridges, Bridge{Name: "cni0", MTU: 1450, PortMTU: 1450}) }},
+		{name: "another bridge with the subnet takes packets to pods", facts: otherBridge(1450, "docker0"),
+			want: "pods do not reach 10.5.7.0/24: packets to pods at cni0 go to docker0, which has the address 10.5.49.1/24 in the same subnet", fix: "ip addr del 10.5.49.1/24 dev docker0", word: "bridge"},
+		{name: "another bridge with the subnet takes no packets", facts: otherBridge(1450, "cni0")},
+		{name: "another bridge with the subnet has no pods", facts: func(h *Facts) {
+			otherBridge(0, "cni0")(h)
+			h.Ways = append(h.Ways, Way{Subnet: peer, Back: true, In: "flannel.1", Bridge: "docker0", From: remote, To: pod, Route: Route{Dev: "cni0", Table: 254}})
+		}},
 		{name: "bridge MTU smaller than that of pods", facts: func(h *Facts) { h.Bridges[0].MTU = 1280 }, want: "cni0 has MTU 1280, its pods have 1450", fix: "ip link set cni0 mtu 1450", word: "mtu"},
 		{name: "bridge and pods with a small MTU", facts: func(h *Facts) { h.Bridges[0].MTU, h.Bridges[0].PortMTU = 1280, 1280 }},
 		{name: "bridge without pods", facts: func(h *Facts) { h.Bridges[0].MTU, h.Bridges[0].PortMTU, h.Ways = 1500, 0, nil }},

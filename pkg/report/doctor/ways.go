@@ -48,6 +48,7 @@ type Way struct {
 	// is one for that route. Part is zero if the packet is one for a usual pod.
 	Part     netip.Prefix
 	In       string // the device on which the packet arrives
+	Bridge   string // of the pod of this host
 	From, To netip.Addr
 	Route    Route // the decision
 	// Sent is the decision about a packet of this host itself to the same address. It shows
@@ -185,6 +186,9 @@ func (h Facts) ways(found finder) {
 // forwarding returns the reason.
 func (h Facts) wayFinding(w Way, expected []Route) (f Finding, wrong bool) {
 	r := w.Route
+	if f, wrong := h.strayed(w); wrong {
+		return f, true
+	}
 	switch {
 	case r.Err == nil && w.Back && slices.ContainsFunc(h.Bridges, func(b Bridge) bool { return b.Name == r.Dev }),
 		r.Err == nil && !w.Back && (len(expected) == 0 || slices.ContainsFunc(expected, r.like)):
@@ -219,6 +223,29 @@ func (h Facts) wayFinding(w Way, expected []Route) (f Finding, wrong bool) {
 		fix = fmt.Sprintf("ip route show table all root %s; if nothing needs the route, delete it", w.Part)
 	}
 	return cut("route", fmt.Sprintf("the route of %s %s", whose, r), fix, w.Subnet), true
+}
+
+// strayed finds packets to pods that go to another bridge, because that has an address in the same subnet and the kernel
+// uses the route that was there first. A bridge without ports has no pods that need them.
+func (h Facts) strayed(w Way) (f Finding, wrong bool) {
+	if !w.Back || w.Part.IsValid() || w.Route.Err != nil || w.Route.Dev == w.Bridge {
+		return f, false
+	}
+
+	at := func(name string) int {
+		return slices.IndexFunc(h.Bridges, func(b Bridge) bool { return b.Name == name })
+	}
+	own, other := at(w.Bridge), at(w.Route.Dev)
+	if own < 0 || other < 0 || h.Bridges[own].PortMTU == 0 {
+		return f, false
+	}
+	for _, a := range h.Bridges[other].Addresses {
+		if a.Contains(w.To) {
+			return cut("bridge", fmt.Sprintf("packets to pods at %s go to %s, which has the address %s in the same subnet", w.Bridge, w.Route.Dev, a),
+				fmt.Sprintf("ip addr del %s dev %s, and give %[2]s another subnet", a, w.Route.Dev), w.Subnet), true
+		}
+	}
+	return f, false
 }
 
 func (w Way) whose() string {

@@ -329,11 +329,11 @@ func ways(r status.Report, bridges []doctor.Bridge, parts []part) ([]doctor.Way,
 // askBetween asks about packets between a pod in the subnet own of this host, behind a bridge, and a subnet of a peer.
 func (k *asker) askBetween(bridge string, own netip.Prefix, pod netip.Addr, p status.Peer, s netip.Prefix, parts []part) {
 	there := s.Addr().Next().Next() // the first address is that of the device, the second that of the bridge
-	out := doctor.Way{Subnet: s, In: bridge, From: pod, To: there}
+	out := doctor.Way{Subnet: s, In: bridge, Bridge: bridge, From: pod, To: there}
 	route := k.ask(out)
 	k.askParts(out, s, parts)
 	if in := arrival(route.Dev, doctor.RoutesTo(p)); in != "" {
-		back := doctor.Way{Subnet: s, Back: true, In: in, From: there, To: pod}
+		back := doctor.Way{Subnet: s, Back: true, In: in, Bridge: bridge, From: there, To: pod}
 		k.ask(back)
 		k.askParts(back, own, parts)
 	}

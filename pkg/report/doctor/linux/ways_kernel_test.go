@@ -48,9 +48,9 @@ func TestKernelWays(t *testing.T) {
 	pod, remote := netip.MustParseAddr("10.5.1.2"), netip.MustParseAddr("10.5.2.2")
 	refused := doctor.Route{Err: unix.EINVAL}
 	want := []doctor.Way{
-		{Subnet: there, In: "cni0", From: pod, To: remote, Route: doctor.Route{Dev: "flannel.1", Via: there.Addr(), Table: unix.RT_TABLE_MAIN}},
-		{Subnet: there, In: "cni0", From: pod, To: blackhole.Addr().Next(), Part: blackhole, Route: refused, Sent: refused},
-		{Subnet: there, Back: true, In: "flannel.1", From: remote, To: pod, Route: doctor.Route{Dev: "cni0", Table: unix.RT_TABLE_MAIN}},
+		{Subnet: there, In: "cni0", Bridge: "cni0", From: pod, To: remote, Route: doctor.Route{Dev: "flannel.1", Via: there.Addr(), Table: unix.RT_TABLE_MAIN}},
+		{Subnet: there, In: "cni0", Bridge: "cni0", From: pod, To: blackhole.Addr().Next(), Part: blackhole, Route: refused, Sent: refused},
+		{Subnet: there, Back: true, In: "flannel.1", Bridge: "cni0", From: remote, To: pod, Route: doctor.Route{Dev: "cni0", Table: unix.RT_TABLE_MAIN}},
 	}
 	if !slices.Equal(f.Ways, want) {
 		t.Errorf("the ways are\n%+v, want\n%+v", f.Ways, want)
