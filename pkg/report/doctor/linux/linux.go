@@ -315,7 +315,7 @@ func ways(r status.Report, bridges []doctor.Bridge, parts []part) ([]doctor.Way,
 					if !p.State.Served() || s.Addr().Is4() != a.Addr().Is4() {
 						continue
 					}
-					k.askBetween(b.Name, own, a.Addr().Next(), p, s, parts)
+					k.askBetween(b.Name, own, podAt(a), p, s, parts)
 				}
 			}
 		}
@@ -324,6 +324,15 @@ func ways(r status.Report, bridges []doctor.Bridge, parts []part) ([]doctor.Way,
 		return nil, k.err
 	}
 	return k.ways, nil
+}
+
+// podAt returns the address of a pod at a bridge with the address a. A gateway may have the last address of a subnet that
+// pods can have.
+func podAt(a netip.Prefix) netip.Addr {
+	if next := a.Addr().Next(); next.Compare(prefix.Last(a)) < 0 {
+		return next
+	}
+	return a.Addr().Prev()
 }
 
 // askBetween asks about packets between a pod in the subnet own of this host, behind a bridge, and a subnet of a peer.

@@ -61,3 +61,14 @@ func TestKernelWays(t *testing.T) {
 		t.Errorf("without the bridge: %v, %v, want an error", ways, err)
 	}
 }
+
+// TestPodAt checks which address of a subnet a pod may have, if its gateway has another one.
+func TestPodAt(t *testing.T) {
+	for gateway, want := range map[string]string{
+		"10.5.1.1/24": "10.5.1.2", "10.5.1.254/24": "10.5.1.253", "10.5.1.253/24": "10.5.1.254", "fd00:10:5:1::1/64": "fd00:10:5:1::2", "10.5.1.2/30": "10.5.1.1",
+	} {
+		if got := podAt(netip.MustParsePrefix(gateway)); got != netip.MustParseAddr(want) {
+			t.Errorf("a pod at %s has %s, want %s", gateway, got, want)
+		}
+	}
+}
