@@ -374,7 +374,7 @@ func (f toolFaults) table() []toolFault {
 		},
 		{
 			name: "nftables drops all but a few ports", cut: true, tunnel: true,
-			cause:  nftFault("inet", "chain in { type filter hook input priority 0 ; policy drop ; ct state established,related accept ; iifname lo accept ; meta l4proto { icmp, ipv6-icmp } accept ; tcp dport { 22, 443 } accept ; }"),
+			cause:  nftFault("inet", "chain in { type filter hook input priority 0 ; policy drop ; ct state established,related accept ; iif lo accept ; meta l4proto { icmp, ipv6-icmp } accept ; tcp dport { 22, 443 } accept ; }"),
 			doctor: "nft drops packets of other hosts to UDP port 8472 in chain in of table inet foreign: policy drop", check: "firewall", status: "nft drops",
 		},
 		{

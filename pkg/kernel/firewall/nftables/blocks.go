@@ -272,7 +272,8 @@ func (f follower) step(r *nftables.Rule) (s firewall.Step, err error) {
 			registers[e.Register] = e.Data
 		case *expr.Meta:
 			registers[e.Register] = f.meta(e.Key)
-			if r.Table.Family == nftables.TableFamilyBridge && (e.Key == expr.MetaKeyIIFNAME || e.Key == expr.MetaKeyOIFNAME) {
+			devices := []expr.MetaKey{expr.MetaKeyIIFNAME, expr.MetaKeyOIFNAME, expr.MetaKeyIIF, expr.MetaKeyOIF}
+			if r.Table.Family == nftables.TableFamilyBridge && slices.Contains(devices, e.Key) {
 				registers[e.Register] = nil // a port of the bridge
 			}
 		case *expr.Ct:
@@ -331,6 +332,10 @@ func (f follower) meta(key expr.MetaKey) []byte {
 		return name(f.packet.In)
 	case expr.MetaKeyOIFNAME:
 		return name(f.packet.Out)
+	case expr.MetaKeyIIF:
+		return deviceIndex(f.packet.In)
+	case expr.MetaKeyOIF:
+		return deviceIndex(f.packet.Out)
 	case expr.MetaKeyL4PROTO:
 		return []byte{f.packet.Protocol}
 	case expr.MetaKeyNFPROTO:
@@ -344,6 +349,20 @@ func (f follower) meta(key expr.MetaKey) []byte {
 	default: // also the mark, which an earlier rule may set
 		return nil
 	}
+}
+
+// deviceIndex returns the index of a device as rules contain it, such as those with iif lo. It returns 0 if the packet
+// has no device, as the kernel does, and nil if there is no device with the name.
+func deviceIndex(name string) []byte {
+	index := uint32(0)
+	if name != "" {
+		link, err := vishvananda.LinkByName(name)
+		if err != nil {
+			return nil
+		}
+		index = uint32(link.Attrs().Index)
+	}
+	return binary.NativeEndian.AppendUint32(nil, index)
 }
 
 // payload returns nil if that part of the packet is not known.
