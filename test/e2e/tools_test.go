@@ -373,6 +373,14 @@ func (f toolFaults) table() []toolFault {
 			doctor: "packets of this host to UDP port 8472", check: "firewall", status: iptables + "-nft drops",
 		},
 		{
+			name: "iptables-nft drops packets after they were routed", cut: true, tunnel: true,
+			cause: func(f toolFaults) func() {
+				f.run(iptables+"-nft", "-t", "mangle", "-I", "POSTROUTING", "-o", f.dev, "-j", "DROP")
+				return func() { f.run(iptables+"-nft", "-t", "mangle", "-D", "POSTROUTING", "-o", f.dev, "-j", "DROP") }
+			},
+			doctor: iptables + "-nft drops forwarded packets of pods from cni0 to " + f.dev + " in chain POSTROUTING", check: "firewall", status: iptables + "-nft drops",
+		},
+		{
 			name: "nftables drops all but a few ports", cut: true, tunnel: true,
 			cause:  nftFault("inet", "chain in { type filter hook input priority 0 ; policy drop ; ct state established,related accept ; iif lo accept ; meta l4proto { icmp, ipv6-icmp } accept ; tcp dport { 22, 443 } accept ; }"),
 			doctor: "nft drops packets of other hosts to UDP port 8472 in chain in of table inet foreign: policy drop", check: "firewall", status: "nft drops",

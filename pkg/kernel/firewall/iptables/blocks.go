@@ -64,8 +64,13 @@ func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 		last = "INPUT"
 	}
 
+	after := "" // no chain
+	if p.Out != "" {
+		after = "POSTROUTING"
+	}
+
 	for _, at := range []struct{ table, hook string }{
-		{"raw", first}, {"mangle", first}, {"nat", first}, {"mangle", last}, {"filter", last},
+		{"raw", first}, {"mangle", first}, {"nat", first}, {"mangle", last}, {"filter", last}, {"mangle", after},
 	} {
 		b, ok := d[at.table].follow(at.hook, p).Block(p, at.hook, policyOf(text, at.table, at.hook))
 		if ok && !strings.HasPrefix(b.Chain, dockerChains) {

@@ -62,6 +62,18 @@ func TestBlocked(t *testing.T) {
 	}
 }
 
+// TestBlockedOnTheWayOut checks that a rule of the last chain drops packets that leave this host, and no others.
+func TestBlockedOnTheWayOut(t *testing.T) {
+	const text = "*mangle\n:POSTROUTING ACCEPT [0:0]\n-A POSTROUTING -j DROP\nCOMMIT\n"
+	own, other := netip.MustParseAddr("10.5.49.2"), netip.MustParseAddr("10.5.7.2")
+	for _, p := range []firewall.Packet{{In: "cni0", Out: "flannel.1", Src: own, Dst: other}, {Out: "eth0", Src: own, Dst: other}, {In: "eth0", Src: other, Dst: own}} {
+		b, ok := blocked(text, p)
+		if want := p.Out != ""; ok != want || ok && (b.Table != "mangle" || b.Chain != "POSTROUTING") {
+			t.Errorf("%+v: %+v, %v, want %v", p, b, ok, want)
+		}
+	}
+}
+
 // redirections contains rules of kube-proxy for a Service with a port of the Node, and of portmap and Docker for ports of the host.
 const redirections = `-A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
 -A PREROUTING -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT
