@@ -149,7 +149,7 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, failed bool
 				known = doctor.Examine(facts)
 			}
 		}
-		v.Verdict = because(v.Verdict, v.Subnet, known)
+		v.Verdict = because(v.Verdict, v.Subnet, !v.unserved, known)
 		if v.Broken != "" {
 			broken++
 		}
@@ -259,10 +259,10 @@ func (v verdict) silent() bool { return v.Broken != "" && v.Broken != paths.Unde
 
 // because returns the verdict about the path to a subnet with the cause that was found on this host, if there is one, or
 // with what may be the cause. A peer whose host is not reached at all keeps its verdict, unless the address of this host is
-// the cause.
-func because(v paths.Verdict, subnet netip.Prefix, findings []doctor.Finding) paths.Verdict {
+// the cause. served says that this host serves the peer: a refused one may have the same subnet.
+func because(v paths.Verdict, subnet netip.Prefix, served bool, findings []doctor.Finding) paths.Verdict {
 	for _, f := range findings {
-		if v.Broken == paths.Underlay && f.Word != doctor.Duplicate {
+		if v.Broken == paths.Underlay && f.Word != doctor.Duplicate || served && f.Word == string(status.Refused) {
 			continue
 		}
 		if f.Concerns(subnet) {

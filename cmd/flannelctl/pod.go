@@ -366,7 +366,7 @@ func (c *podCheck) judge(ctx context.Context, answers map[string]reach) error {
 	for i := range c.legs {
 		l := &c.legs[i]
 		if l.OK && l.Half == outside { // packets in the other direction may be lost
-			l.Verdict = because(l.Verdict, l.path.Subnet, c.findings)
+			l.Verdict = because(l.Verdict, l.path.Subnet, !l.settled, c.findings)
 			continue
 		}
 		if l.OK || l.Broken == "address" {
@@ -427,7 +427,7 @@ func (c *podCheck) blameOutside(ctx context.Context, l *leg, end reach) {
 	}
 
 	if l.path.Subnet.IsValid() {
-		v = because(v, l.path.Subnet, c.findings)
+		v = because(v, l.path.Subnet, l.Half == outside && !l.settled, c.findings)
 	}
 	l.Verdict = v
 }
