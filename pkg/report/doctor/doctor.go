@@ -201,8 +201,12 @@ func (h Facts) daemon(found finder) {
 
 // peers checks whether this host serves all peers, and whether the kernel has their objects.
 func (h Facts) peers(found finder) {
+	remove := "flannelctl revoke LEASE"
+	if h.kubernetes() {
+		remove = "kubectl delete node NODE"
+	}
 	h.peersIn(found, status.Refused, "this host refuses %s: its pods do not reach them",
-		"flannelctl status has all reasons; if the host of a lease is gone: flannelctl revoke LEASE")
+		"flannelctl status has all reasons; if the host of a lease is gone: "+remove)
 	h.peersIn(found, status.Missing, "the kernel lacks objects for %s", "flannelctl status names the objects; journalctl -u flanneld")
 
 	if reserved, subnets := h.in(status.Reserved); len(reserved) > 0 {

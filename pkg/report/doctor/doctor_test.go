@@ -203,6 +203,7 @@ func TestDoctor(t *testing.T) {
 			h.Twins = []Twin{{Dev: "eth0", Addr: netip.MustParseAddr("192.0.2.49"), MAC: "02:00:00:00:00:99"}}
 		}, want: "another host on eth0, with the MAC address 02:00:00:00:00:99, has the address 192.0.2.49 of this one", fix: "another address", word: Duplicate},
 		{name: "a refused peer", report: func(r *status.Report) { r.Peers[0].State, r.Peers[0].Error = status.Refused, "another backend" }, want: "refuses the peer 10.5.7.0-24 (another backend)", fix: "flannelctl status", word: "refused"},
+		{name: "a refused Node", report: func(r *status.Report) { r.Peers[0].State = status.Refused; kubernetes(r) }, want: "refuses the peer 10.5.7.0-24", fix: "kubectl delete node NODE", word: "refused"},
 		{name: "a reservation", report: func(r *status.Report) { r.Peers[0].State = status.Reserved }, want: "reserved, and not taken yet, unless by a host with udp or a cloud: 10.5.7.0-24", fix: "unreserve"},
 		{name: "a peer without a route", report: func(r *status.Report) { r.Peers[0].State = status.Missing }, want: "the kernel lacks objects for the peer 10.5.7.0-24", fix: "flannelctl status", word: "missing"},
 		{name: "no store", report: func(r *status.Report) {
@@ -220,7 +221,6 @@ func TestDoctor(t *testing.T) {
 			h.Bridges[0].Down, h.Bridges[0].Addresses = true, h.Bridges[0].Addresses[:1]
 			h.Ways[1].Route = Route{Err: syscall.EHOSTUNREACH}
 		}, want: "cni0 is down: its pods are not reached", fix: "ip link set cni0 up", word: "bridge"},
-		{name: "bridge of another network without an address", facts: func(h *Facts) { h.Bridges = append(h.Bridges, Bridge{Name: "cni0", MTU: 1450, PortMTU: 1450}) }},
 		{name: "another bridge with the subnet takes packets to pods", facts: otherBridge(1450, "docker0"),
 			want: "pods do not reach 10.5.7.0/24: packets to pods at cni0 go to docker0, which has the address 10.5.49.1/24 in the same subnet", fix: "ip addr del 10.5.49.1/24 dev docker0", word: "bridge"},
 		{name: "another bridge with the subnet takes no packets", facts: otherBridge(1450, "cni0")},
@@ -228,6 +228,7 @@ func TestDoctor(t *testing.T) {
 			otherBridge(0, "cni0")(h)
 			h.Ways = append(h.Ways, Way{Subnet: peer, Back: true, In: "flannel.1", Bridge: "docker0", From: remote, To: pod, Route: Route{Dev: "cni0", Table: 254}})
 		}},
+		{name: "bridge of another network without an address", facts: func(h *Facts) { h.Bridges = append(h.Bridges, Bridge{Name: "cni0", MTU: 1450, PortMTU: 1450}) }},
 		{name: "bridge MTU smaller than that of pods", facts: func(h *Facts) { h.Bridges[0].MTU = 1280 }, want: "cni0 has MTU 1280, its pods have 1450", fix: "ip link set cni0 mtu 1450", word: "mtu"},
 		{name: "bridge and pods with a small MTU", facts: func(h *Facts) { h.Bridges[0].MTU, h.Bridges[0].PortMTU = 1280, 1280 }},
 		{name: "bridge without pods", facts: func(h *Facts) { h.Bridges[0].MTU, h.Bridges[0].PortMTU, h.Ways = 1500, 0, nil }},
