@@ -340,7 +340,7 @@ func (a *Arbiter) checkAlone(c Claimant) Claimant {
 	}
 	return a.keep(c, func(e Endpoint) (reason, by string) {
 		n, _ := a.cfg.Network(e.Family())
-		return a.validate(n, e), ""
+		return a.validate(n, c.Lease, e), ""
 	})
 }
 
@@ -424,9 +424,9 @@ func (a *Arbiter) withdraw(c Claimant) {
 	}
 }
 
-// validate returns the reason why e may not be programmed even if there are no other leases, or
+// validate returns the reason why e, an endpoint of l, may not be programmed even if there are no other leases, or
 // an empty string. n is the network of e's family.
-func (a *Arbiter) validate(n Network, e Endpoint) string {
+func (a *Arbiter) validate(n Network, l *Lease, e Endpoint) string {
 	s := e.Subnet
 	if !prefix.Contains(n.Prefix, s) {
 		return fmt.Sprintf("%s is outside the Network %s", s, n.Prefix)
@@ -443,15 +443,17 @@ func (a *Arbiter) validate(n Network, e Endpoint) string {
 	if why := unusable(e); why != "" {
 		return why
 	}
-	return a.conflictWithOwn(e)
+	return a.conflictWithOwn(l, e)
 }
 
-// conflictWithOwn returns how e contradicts this host's lease, or an empty string.
-func (a *Arbiter) conflictWithOwn(e Endpoint) string {
+// conflictWithOwn returns how e, an endpoint of l, contradicts this host's lease, or an empty string.
+func (a *Arbiter) conflictWithOwn(l *Lease, e Endpoint) string {
 	for _, own := range a.own.Lease.Endpoints {
 		switch s, public := e.Subnet, e.PublicIP; {
 		case public == own.PublicIP:
 			return fmt.Sprintf("%s has public IP %s, which is our own", s, public)
+		case s == own.Subnet && compareAge(l, a.own.Lease) < 0:
+			return fmt.Sprintf("%s overlaps our own %s, and was there first: other hosts prefer it", s, own.Subnet)
 		case s.Overlaps(own.Subnet):
 			return fmt.Sprintf("%s overlaps our own %s", s, own.Subnet)
 		case s.Contains(own.PublicIP):

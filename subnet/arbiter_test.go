@@ -97,9 +97,18 @@ func TestArbitrate(t *testing.T) {
 			},
 			want: []string{"good"},
 			refused: []subnet.Refusal{
-				{"same", "10.5.1.0/24 overlaps our own 10.5.1.0/24"},
+				{"same", "10.5.1.0/24 overlaps our own 10.5.1.0/24, and was there first: other hosts prefer it"},
 				{"part", "10.5.1.128/25 overlaps our own 10.5.1.0/24"},
 				{"all", "10.5.0.0/16 overlaps our own 10.5.1.0/24"},
+			},
+		},
+		{
+			name: "our own subnet has an older lease", config: v4, own: lease("own", 5, "10.5.1.0/24", "192.0.2.1"),
+			leases: []subnet.Lease{lease("older", 4, "10.5.1.0/24", "192.0.2.3"), lease("younger", 6, "10.5.1.0/24", "192.0.2.4"), good},
+			want:   []string{"good"},
+			refused: []subnet.Refusal{
+				{"older", "10.5.1.0/24 overlaps our own 10.5.1.0/24, and was there first: other hosts prefer it"},
+				{"younger", "10.5.1.0/24 overlaps our own 10.5.1.0/24"},
 			},
 		},
 		{
