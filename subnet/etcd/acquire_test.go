@@ -703,6 +703,57 @@ func TestLeaseWithDataOfAnotherHost(t *testing.T) {
 	}
 }
 
+// TestLeaseOfTheHostThatHadThisAddress gives a host the address of another host, which is down. The lease of that host
+// must stay as it is, although this host has started again, or needs another subnet.
+func TestLeaseOfTheHostThatHadThisAddress(t *testing.T) {
+	const later = `{"Network":"10.5.0.0/16","SubnetMin":"10.5.50.0"}`
+	for _, tc := range []struct {
+		name            string
+		with            func(ip, mac string) subnet.Claim
+		restarts, moves bool
+	}{
+		{name: "start with host-gw", with: func(ip, _ string) subnet.Claim { return claim(ip) }, restarts: true},
+		{name: "start with host-gw and another range", with: func(ip, _ string) subnet.Claim { return claim(ip) }, restarts: true, moves: true},
+		{name: "another range with host-gw", with: func(ip, _ string) subnet.Claim { return claim(ip) }, moves: true},
+		{name: "another range with vxlan", with: withIdentity, moves: true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			f := newFixture(t, sharedServer(t))
+			f.put(t, "config", configV4)
+			other := acquire(t, f.manager(t, withPrevious("10.5.77.0/24")), tc.with("192.0.2.1", "02:00:00:00:00:0a"))
+			_, _, revision := f.get(t, "subnets/"+other.Key)
+			m := f.manager(t, withPrevious("10.5.7.0/24"))
+			before := acquire(t, m, tc.with("192.0.2.2", "02:00:00:00:00:0b"))
+			if tc.restarts {
+				m = f.manager(t)
+				m.Resumed(before)
+			}
+			config := configV4
+			if tc.moves {
+				config = later
+			}
+			f.put(t, "config", config)
+			cfg, err := subnet.ParseConfig([]byte(config))
+			if err != nil {
+				t.Fatal(err)
+			}
+
+			c := tc.with("192.0.2.1", "02:00:00:00:00:0b")
+			c.Endpoints[0].Subnet = before.Endpoints[0].Subnet
+			now, err := m.Acquire(t.Context(), cfg, c)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if now.Key == other.Key || (now.Key == before.Key) == tc.moves {
+				t.Errorf("took %s, had %s, and the other host has %s", now.Key, before.Key, other.Key)
+			}
+			if _, _, is := f.get(t, "subnets/"+other.Key); is != revision {
+				t.Errorf("the lease of the other host is at revision %d, want %d", is, revision)
+			}
+		})
+	}
+}
+
 // TestLeasesWithThisAddressAreReadWithinBounds starts a host whose public address is in 50 leases that
 // were created for other addresses. The host must read the first value of a few, and take none of them.
 func TestLeasesWithThisAddressAreReadWithinBounds(t *testing.T) {

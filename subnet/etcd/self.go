@@ -105,6 +105,9 @@ func (m *Manager) relationTo(c subnet.Claim, may *rights, others []string) func(
 //
 //   - with a last known state, leases and reservations with an identity that is not in it;
 //
+//   - if the store has a lease that this host has written, other leases, because the hosts that have written them had
+//     this address before;
+//
 //   - without one, leases that were created for another address:
 //
 //     PUT 10.5.2.0-24 {"PublicIP":"192.0.2.2",…}   host 2 joins
@@ -117,6 +120,7 @@ func (m *Manager) relationTo(c subnet.Claim, may *rights, others []string) func(
 // of other hosts.
 func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []*entry) (keys []string, err error) {
 	relationOf := m.relationTo(c, nil, nil)
+	written := slices.ContainsFunc(entries, func(e *entry) bool { return relationOf(e) == proven })
 	var known []string
 	if own := m.resumed.Load(); own != nil {
 		known = codec.Identities(own.Endpoints)
@@ -127,7 +131,10 @@ func (m *Manager) others(ctx context.Context, c subnet.Claim, entries []*entry) 
 
 	for _, e := range entries {
 		switch {
-		case relationOf(e) != likely || e.lease.BackendType == "" || codec.HasIdentity(e.lease.Endpoints, ours) || overlap(e.subnets, m.previous(c)):
+		case relationOf(e) != likely || codec.HasIdentity(e.lease.Endpoints, ours) || overlap(e.subnets, m.previous(c)):
+		case written && e.leased():
+			keys = append(keys, e.key)
+		case e.lease.BackendType == "":
 		case len(known) > 0 && len(codec.Identities(e.lease.Endpoints)) > 0:
 			keys = append(keys, e.key)
 		case e.leased() && e.createRevision != e.modRevision:
