@@ -154,6 +154,29 @@ func TestRetakeSparesOthers(t *testing.T) {
 	}
 }
 
+// TestRetakeSparesTheHostThatHadThisAddress deletes the lease of a running host, which has the address of a host that is
+// down, but other data. The host must create its lease again, and leave the other one, which is older.
+func TestRetakeSparesTheHostThatHadThisAddress(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	other := acquire(t, f.manager(t, withPrevious("10.5.5.0/24")), withIdentity("192.0.2.1", "02:00:00:00:00:0a"))
+	m := f.manager(t, withPrevious("10.5.77.0/24"))
+	before := acquire(t, m, withIdentity("192.0.2.2", "02:00:00:00:00:0b"))
+	c := withIdentity("192.0.2.1", "02:00:00:00:00:0b")
+	c.Endpoints[0].Subnet = before.Endpoints[0].Subnet
+	l := acquire(t, m, c)
+	k := startKeep(t, m, l)
+	f.delete(t, "subnets/"+l.Key)
+	waittest.Until(t, patience, "this host's lease again", func() bool {
+		k.stillRuns(t)
+		now, _, _ := f.get(t, "subnets/"+l.Key)
+		return now != ""
+	})
+	if v, _, _ := f.get(t, "subnets/"+other.Key); v == "" {
+		t.Errorf("the lease %s of the other host is gone", other.Key)
+	}
+}
+
 // TestHostsOfOneAddressDoNotFight runs two hosts with one public address and different subnets, and
 // empties the store. Each host must create its lease again, and must not delete the other's.
 func TestHostsOfOneAddressDoNotFight(t *testing.T) {

@@ -158,7 +158,8 @@ func lost(key string, by *entry) error {
 
 // recreate creates this host's key again. It returns errConflict if this host's key exists, or if another
 // client was faster. It deletes what this host has written besides, and leases with this host's address that
-// are older than this host's lease was, or that overlap this host's subnets. It returns subnet.ErrLeaseLost,
+// are older than this host's lease was, or that overlap this host's subnets, unless they have the identity of
+// another host, which had this address before. It returns subnet.ErrLeaseLost,
 // wrapped, if any other lease or a reservation overlaps this host's subnets. A restored backup can bring such
 // leases back: see plan.outdated.
 func (m *Manager) recreate(ctx context.Context, own ownLease, may *rights) error {
@@ -172,9 +173,16 @@ func (m *Manager) recreate(ctx context.Context, own ownLease, may *rights) error
 	}
 	var stale []*entry
 	relationOf := m.relationTo(own.claim, may, nil)
+	identities := codec.Identities(own.claim.Endpoints)
+	if before := m.resumed.Load(); before != nil {
+		identities = append(identities, codec.Identities(before.Endpoints)...)
+	}
 	for _, e := range l.entries {
 		is := relationOf(e)
 		ours := e.leased() && is != foreign
+		if ours && is != proven && len(codec.Identities(e.lease.Endpoints)) > 0 {
+			ours = codec.HasIdentity(e.lease.Endpoints, identities)
+		}
 		switch overlaps := overlap(e.subnets, subnets); {
 		case e.key == own.key:
 			return errConflict
