@@ -159,9 +159,8 @@ func lost(key string, by *entry) error {
 // recreate creates this host's key again. It returns errConflict if this host's key exists, or if another
 // client was faster. It deletes what this host has written besides, and leases with this host's address that
 // are older than this host's lease was, or that overlap this host's subnets, unless they have the identity of
-// another host, which had this address before. It returns subnet.ErrLeaseLost,
-// wrapped, if any other lease or a reservation overlaps this host's subnets. A restored backup can bring such
-// leases back: see plan.outdated.
+// another host, which had this address before. It returns subnet.ErrLeaseLost, wrapped, if any other lease or a
+// reservation overlaps this host's subnets. A restored backup can bring such leases back: see plan.outdated.
 func (m *Manager) recreate(ctx context.Context, own ownLease, may *rights) error {
 	l, err := m.list(ctx)
 	if err != nil {

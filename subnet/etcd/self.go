@@ -108,7 +108,7 @@ func (m *Manager) relationTo(c subnet.Claim, may *rights, others []string) func(
 //   - if the store has a lease that this host has written, other leases, because the hosts that have written them had
 //     this address before;
 //
-//   - without one, leases that were created for another address:
+//   - without a last known state, leases that were created for another address:
 //
 //     PUT 10.5.2.0-24 {"PublicIP":"192.0.2.2",…}   host 2 joins
 //     PUT 10.5.2.0-24 {"PublicIP":"192.0.2.1",…}   host 2 names the address of host 1, which has not joined yet
