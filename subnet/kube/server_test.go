@@ -274,7 +274,7 @@ var adminClient = sync.OnceValue(func() *http.Client {
 
 // try sends a request as an administrator, and returns the status and the body of the answer.
 // contentType is at most one type of the request's body, which is JSON without it. The request has
-// no deadline, because no test is about its time. To delete 1,000 Nodes takes long on a busy machine.
+// no deadline, because no test is about its time. Deleting 1,000 Nodes takes long on a busy machine.
 func (s *server) try(method, path string, body any, contentType ...string) (int, []byte, error) {
 	var raw []byte
 	if body != nil {
