@@ -599,6 +599,14 @@ func TestResumed(t *testing.T) {
 		t.Errorf("acquired %+v, want %s with the new address", now, before.Key)
 	}
 
+	// Another node, which has got the former address of this one, has taken the lease since then.
+	f.put(t, "subnets/"+before.Key, leaseValue("192.0.2.1"), f.grant(t, 60))
+	away := f.manager(t)
+	away.Resumed(before)
+	if l := acquire(t, away, claim("192.0.2.5")); l.Key == before.Key {
+		t.Errorf("%s was taken from the node that has the former address", l.Key)
+	}
+
 	// Another node has taken the lease since then.
 	f.put(t, "subnets/"+before.Key, leaseValue("192.0.2.2"), f.grant(t, 60))
 	late := f.manager(t)

@@ -53,10 +53,12 @@ func (m *Manager) Resumed(own subnet.Lease) {
 }
 
 // isResumed reports whether e is the lease that was passed to Resumed: it has the same key,
-// creation revision and public address. Its other data may have changed.
+// creation revision and public address. Its other data may have changed. If both have an etcd lease, that is compared
+// instead: a new host that has got the address has taken the lease over with its own one.
 func (m *Manager) isResumed(e *entry) bool {
 	l := m.resumed.Load()
-	return l != nil && e.err == nil && e.key == l.Key && uint64(e.createRevision) == l.Order && samePublicIP(e.lease.Endpoints, l.Endpoints)
+	return l != nil && e.err == nil && e.key == l.Key && uint64(e.createRevision) == l.Order && samePublicIP(e.lease.Endpoints, l.Endpoints) &&
+		(l.LeaseID == 0 || !e.leased() || int64(e.leaseID) == l.LeaseID)
 }
 
 // lastGrant returns the id of the etcd lease that a new key of this host uses, if it still exists.
