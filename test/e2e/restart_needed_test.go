@@ -100,6 +100,20 @@ func TestRestartNeeded(t *testing.T) {
 			t.Errorf("the page does not report the needed restart:\n%s", page)
 		}
 	})
+	t.Run("several steps", func(t *testing.T) { // hosts that follow the configuration make two: see Config.Toward
+		t.Parallel()
+		l := newLab(t, lab.Config{Hosts: 1, Network: []byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"host-gw"},"NextBackend":{"Type":"vxlan"}}`)}, "")
+		h := l.Host(1)
+		o := lab.FlanneldOptions{Args: []string{"--follow-config=false"}}
+		startOne(t, h, o)
+		if err := l.PutNetwork(testContext(t), []byte(`{"Network":"10.6.0.0/16","Backend":{"Type":"host-gw"}}`)); err != nil {
+			t.Fatal(err)
+		}
+		expectRestartNeeded(t, h, "10.6.0.0/16")
+		expectStop(t, h.Daemon())
+		startOne(t, h, o)
+		expectRestartNeeded(t, h, "")
+	})
 	t.Run("Kubernetes", func(t *testing.T) {
 		t.Parallel()
 		c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)

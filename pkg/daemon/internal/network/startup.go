@@ -68,7 +68,11 @@ func (s *startup) prepare(ctx context.Context) (c *change, err error) {
 
 	s.stored = &stored
 	last := s.last()
-	cfg := last.Withdrawn(last.Config.Toward(stored))
+	cfg := last.Config.Toward(stored)
+	if cfg.Stage == "" && !s.config.follow { // nothing would make the next step
+		cfg = stored
+	}
+	cfg = last.Withdrawn(cfg)
 	c, err = s.prepareWith(ctx, cfg, false)
 
 	// Otherwise a node would lose IPv4 when IPv6 is enabled in the cluster and it has no podCIDR for it.
