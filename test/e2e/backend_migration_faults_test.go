@@ -65,7 +65,7 @@ func TestBackendMigrationAbsentHost(t *testing.T) {
 			startOne(t, h, lab.FlanneldOptions{})
 			expectPeersProgrammed(t, l)
 			key := statusOf(t, h).Lease.Key
-			pause(t, 3*time.Second) // until the state is written to disk
+			expectSaved(t, h)
 			h.Daemon().Kill()
 			if rebooted {
 				if out, err := h.Exec(testContext(t), "sh", "-c", "ip link del flannel.1 && rm -r /run/flannel"); err != nil {

@@ -26,7 +26,8 @@ func TestClockSteps(t *testing.T) {
 			flows := startFlows(t, l, 100)
 			h := l.Host(1)
 			own := statusOf(t, h).Lease.Key
-			pause(t, 3*time.Second) // until the daemon has saved its state
+			expectPeersProgrammed(t, l)
+			expectSaved(t, h)
 			expectStop(t, h.Daemon())
 			if err := stepClock(h, step); err != nil {
 				t.Fatal(err)

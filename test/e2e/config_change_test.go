@@ -100,16 +100,25 @@ func TestConfigurationChange(t *testing.T) {
 func expectNoFormer(t *testing.T, h *lab.Host) {
 	t.Helper()
 	eventually(t, "state file of "+h.Name(), func() error {
-		names, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-????????????.json")) // not the files of backends
-		if err != nil || len(names) != 1 {
-			return fmt.Errorf("state files %q, %w", names, err)
-		}
-		text, err := os.ReadFile(names[0])
-		if err == nil && (strings.Contains(string(text), `"former":`) || strings.Contains(string(text), `"rules":`)) {
+		text, err := readState(h)
+		if err == nil && (strings.Contains(text, `"former":`) || strings.Contains(text, `"rules":`)) {
 			err = fmt.Errorf("it still lists objects to remove: %s", text)
 		}
 		return err
 	})
+}
+
+// readState returns the content of the state file of a host with one network.
+func readState(h *lab.Host) (string, error) {
+	names, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-????????????.json")) // not the files of backends
+	if err != nil {
+		return "", err
+	}
+	if len(names) != 1 {
+		return "", fmt.Errorf("state files %q, want one", names)
+	}
+	text, err := os.ReadFile(names[0])
+	return string(text), err
 }
 
 // restartWith stops or kills all daemons that run, writes the configuration and starts a daemon

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/test/lab"
@@ -104,7 +103,7 @@ func testFaults(t *testing.T, backend string, survives bool) {
 	if !survives {
 		expectNothingLost(t, flows)
 	}
-	pause(t, 3*time.Second) // until the daemon has saved its state
+	expectSaved(t, one)
 	l.Etcd().Kill()
 	one.Daemon().Kill()
 	expectLog(t, start(t, one, lab.FlanneldOptions{}), "going on from the last known state")

@@ -95,7 +95,8 @@ func TestStoreWiped(t *testing.T) {
 	before := keys(t, l)
 	flows := startFlows(t, l, 100)
 	down := l.Host(3)
-	pause(t, 3*time.Second) // until the state is written to disk
+	expectPeersProgrammed(t, l)
+	expectSaved(t, down)
 	down.Daemon().Kill()
 	if err := l.Etcd().Wipe(testContext(t)); err != nil {
 		t.Fatal(err)
@@ -274,6 +275,19 @@ func TestLastKnownLeaseExpires(t *testing.T) {
 	}
 }
 
+// expectSaved waits until the state file of a host has its lease and all peers in its status.
+func expectSaved(t *testing.T, h *lab.Host) {
+	t.Helper()
+	r := statusOf(t, h)
+	eventually(t, "state file of "+h.Name(), func() error {
+		err := stateHas(h, r.Lease.Key)
+		for _, p := range r.Peers {
+			err = errors.Join(err, stateHas(h, p.Key))
+		}
+		return err
+	})
+}
+
 // TestRebootDuringStoreOutage checks a host that boots while the store does not answer.
 // Within rebootTime it must get its subnet file and all kernel entries from its disk. The
 // test deletes the devices and /run/flannel, as a boot does.
@@ -291,7 +305,7 @@ func TestRebootDuringStoreOutage(t *testing.T) {
 			h := l.Host(1)
 			file := readSubnetFile(t, h)
 			before := vxlanObjects(t, h)
-			pause(t, 3*time.Second) // until the state is written to disk
+			expectSaved(t, h)
 			expectStop(t, h.Daemon())
 			if out, err := h.Exec(testContext(t), "sh", "-c", "ip link del flannel.1; ip link del flannel-v6.1; rm -r /run/flannel"); err != nil {
 				t.Fatalf("%v: %s", err, out)

@@ -5,11 +5,12 @@ package e2e
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
 	"net/netip"
-	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -104,15 +105,15 @@ func startTogether(t *testing.T, rounds int, program string, proxied bool) {
 	}
 }
 
-// stateHas returns nil if the state file of the host's daemon contains text.
-func stateHas(h *lab.Host, text string) error {
-	names, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-????????????.json"))
-	if err != nil || len(names) != 1 {
-		return fmt.Errorf("the state files are %q, want one (%w)", names, err)
+// stateHas returns nil if the state file of the host's daemon contains the key of a lease.
+func stateHas(h *lab.Host, key string) error {
+	text, err := readState(h)
+	if err != nil {
+		return err
 	}
-	file, err := os.ReadFile(names[0])
-	if err == nil && !bytes.Contains(file, []byte(text)) {
-		return fmt.Errorf("%s does not contain %s", names[0], text)
+	quoted, err := json.Marshal(key)
+	if err == nil && !strings.Contains(text, string(quoted)) {
+		err = fmt.Errorf("no %s in %s", quoted, text)
 	}
 	return err
 }
