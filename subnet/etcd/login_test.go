@@ -118,6 +118,7 @@ func TestLoginsAfterRestart(t *testing.T) {
 	for n := range hosts {
 		m := f.manager(t, func(c *Config) { c.Username, c.Password = "flannel", "secret" })
 		m.timing.spread = 10 * time.Millisecond
+		m.timing.login = defaultTiming().login // a host whose login takes longer begins another one
 		own := acquire(t, m, claim(fmt.Sprintf("192.0.2.%d", n+1)))
 		keepers = append(keepers, startKeep(t, m, own))
 		w := subnettest.Watch(t, m)

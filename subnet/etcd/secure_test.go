@@ -414,7 +414,7 @@ func enableAuth(tb testing.TB, f *fixture) {
 func (f *fixture) root(tb testing.TB) *clientv3.Client {
 	tb.Helper()
 	c, err := clientv3.New(clientv3.Config{
-		Endpoints: []string{f.url}, Username: "root", Password: "secret", Logger: zap.NewNop(), DialTimeout: patience,
+		Endpoints: []string{f.url}, Username: "root", Password: "secret", Logger: zap.NewNop(), DialTimeout: endless,
 	})
 	if err != nil {
 		tb.Fatal(err)
