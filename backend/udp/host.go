@@ -7,8 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"os"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 
 	"github.com/coreos/go-systemd/v22/activation"
@@ -185,9 +187,24 @@ func (h *Host) openDevice(ctx context.Context, name string) error {
 	return nil
 }
 
+// usable returns an error if attachDevice needs a new device and this process cannot create one.
+func (h *Host) usable(name string) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.has(name) || !h.askedSystemd && slices.Contains(strings.Split(os.Getenv("LISTEN_FDNAMES"), ":"), name) {
+		return nil
+	}
+	return addRemedy(tunnel.Usable())
+}
+
+// has reports whether the present device has that name.
+func (h *Host) has(name string) bool {
+	return h.device != nil && h.device.Name() == name && h.device.Alive()
+}
+
 // attachDevice takes the present device, the one that systemd has kept, a persistent one, or a new one.
 func (h *Host) attachDevice(ctx context.Context, name string) (err error) {
-	if h.device != nil && h.device.Name() == name && h.device.Alive() {
+	if h.has(name) {
 		return nil
 	}
 	_ = h.closeDevice()

@@ -27,7 +27,10 @@ func TestMain(m *testing.M) {
 	lab.RunChild()
 	if os.Getenv(childEnv) != "" {
 		h := NewHost(Settings{})
-		err := openAndStore(context.Background(), h)
+		err := h.usable(deviceName)
+		if err == nil {
+			err = openAndStore(context.Background(), h)
+		}
 		if err == nil { // open it again, as after a change of the external interface
 			err = openAndStore(context.Background(), h)
 		}
@@ -70,7 +73,7 @@ func oneHost(t *testing.T) (ctx context.Context, l *lab.Lab) {
 
 // TestKernelSystemdKeepsTheDevice checks that the device survives a restart under systemd. The
 // test plays systemd: it receives the device from a Host, keeps it when that Host closes, and
-// passes it to a new process. That process must not pass the device to systemd again.
+// passes it to a new process, which cannot create one. That process must not pass the device to systemd again.
 func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	ctx, l := oneHost(t)
 	systemd := listenAsSystemd(t)
@@ -93,7 +96,7 @@ func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	}
 	before := index()
 	// systemd passes the process id in an environment variable.
-	cmd := exec.CommandContext(ctx, "sh", "-c", `LISTEN_PID=$$ LISTEN_FDS=1 LISTEN_FDNAMES=flannel0 exec "$0"`, os.Args[0])
+	cmd := exec.CommandContext(ctx, "unshare", "--mount", "sh", "-c", `mount -t tmpfs empty /dev/net && LISTEN_PID=$$ LISTEN_FDS=1 LISTEN_FDNAMES=flannel0 exec "$0"`, os.Args[0])
 	cmd.Env = append(os.Environ(), childEnv+"=1")
 	cmd.ExtraFiles = []*os.File{kept}
 	var out bytes.Buffer

@@ -18,7 +18,6 @@ import (
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/dataplane"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
-	"github.com/flanneld/flanneld/pkg/kernel/tunnel"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -57,7 +56,7 @@ func (b *Backend) Describe() backend.Description {
 	return backend.Description{
 		Scope: b.scope(), MTU: mtu(b.env), Ports: map[string][]int{Type: {b.config.Port}},
 		Tunnels: map[prefix.Family][]firewall.Payload{prefix.IPv4: packets, prefix.IPv6: packets},
-		Usable:  func(context.Context) error { return tunnel.Usable() },
+		Usable:  func(context.Context) error { return b.host.usable(b.device()) },
 	}
 }
 

@@ -22,19 +22,34 @@ type Host struct {
 // NewHost returns a Host without devices. The caller closes it.
 func NewHost() *Host { return &Host{devices: map[string]*userspaceDevice{}} }
 
-// take returns the device for t, which an earlier network may have left running. The caller starts it.
-func (h *Host) take(t tunnel, mtu int, u underlay.Interface) (*userspaceDevice, error) {
-	var local []netip.Addr
+// has reports whether a network uses the device that take returns.
+func (h *Host) has(t tunnel, u underlay.Interface) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	d := h.devices[t.name]
+	return d != nil && d.used && d.sendsFrom(u, t.locals(u))
+}
+
+// locals returns the addresses of this host from which the device of t sends on u.
+func (t tunnel) locals(u underlay.Interface) (all []netip.Addr) {
 	for _, f := range t.outer {
 		if a, ok := u.Family(f); ok {
-			local = append(local, a.Local)
+			all = append(all, a.Local)
 		}
 	}
+	return all
+}
 
+func (u *userspaceDevice) sendsFrom(i underlay.Interface, local []netip.Addr) bool {
+	return u.iface == i.Index && slices.Equal(u.local, local)
+}
+
+// take returns the device for t, which an earlier network may have left running. The caller starts it.
+func (h *Host) take(t tunnel, mtu int, u underlay.Interface) (*userspaceDevice, error) {
+	local := t.locals(u)
 	err := h.closeIf(func(d *userspaceDevice) bool {
 		if d.name == t.name {
-			// WireGuard remembers for each peer the address from which it sends.
-			return d.iface != u.Index || !slices.Equal(d.local, local)
+			return !d.sendsFrom(u, local) // WireGuard remembers for each peer the address from which it sends
 		}
 		return !d.used && d.port == t.port
 	})

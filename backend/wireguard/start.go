@@ -136,7 +136,7 @@ func (b *Backend) usable(ctx context.Context) error {
 		return err
 	}
 	inProcess, err := b.inProcess(ctx, links)
-	if inProcess {
+	if inProcess && slices.ContainsFunc(b.tunnels(), func(t tunnel) bool { return !b.host.has(t, b.env.Underlay) }) {
 		return checkAccess(tunDevice)
 	}
 	return err

@@ -467,6 +467,36 @@ func TestConfigurationIsTriedAgain(t *testing.T) {
 	expectMatrix(t, l)
 }
 
+// hideTUN makes processes of the host unable to create TUN devices.
+func hideTUN(t *testing.T, h *lab.Host) {
+	t.Helper()
+	if out, err := h.Exec(testContext(t), "mount", "-t", "tmpfs", "empty", "/dev/net"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+}
+
+// TestConfigurationFollowedWithoutTUN changes the configuration of hosts that could not create their device any more.
+// They must follow it with the device that they have, and migrate to another backend.
+func TestConfigurationFollowedWithoutTUN(t *testing.T) {
+	t.Parallel()
+	for _, backend := range []string{userspace, "udp"} {
+		t.Run(backend, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 2}, backendConfig(backend))
+			startAll(t, l, lab.FlanneldOptions{})
+			for _, h := range l.Hosts() {
+				hideTUN(t, h)
+			}
+			e := newEdits(t, l)
+			e.put(fmt.Sprintf(`{"Network":"10.4.0.0/15","Backend":%s}`, backendConfig(backend)))
+			expectMatrix(t, l)
+			e.put(fmt.Sprintf(`{"Network":"10.4.0.0/15","Backend":%s,"NextBackend":{"Type":"vxlan"}}`, backendConfig(backend)))
+			eventuallyMigrated(t, l, "vxlan")
+			expectMatrix(t, l)
+		})
+	}
+}
+
 // TestConfigurationRejectedAtAStart restarts a daemon while the store has a configuration that cannot be
 // used. The host must go on with the former configuration as if it had not been restarted: it keeps its
 // lease, gives the reason, and follows the next usable configuration. Then it must reach a host that has

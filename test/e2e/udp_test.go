@@ -188,6 +188,8 @@ func TestUDPRefuses(t *testing.T) {
 		t.Fatalf("%v: %s", err, out)
 	}
 	expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--udp-source-check=maybe"}}), "expected strict or network or off")
+	hideTUN(t, l.Host(1))
+	expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{}), "open /dev/net/tun: no such file or directory (load the module tun")
 }
 
 // TestUDPFamilies uses udp, then another backend, and then udp with other address families: with live
