@@ -189,11 +189,7 @@ func (w *configWatch) read(ctx context.Context, text []byte) reading {
 // effect if the store has another configuration by now. It logs only the first reason for cfg, because the text of a
 // reason may contain addresses that change all the time.
 func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) {
-	least := time.Duration(0)
-	if !w.follow { // there is no other attempt, and no reason to exit either
-		least = math.MaxInt64
-	}
-	w.fail(ctx, cfg, oneline.Text(why), least)
+	w.fail(ctx, cfg, oneline.Text(why), 0)
 }
 
 // giveUp is refuse for a configuration whose backend has not started. Until the end of a pause next does not return it.
@@ -211,6 +207,9 @@ func (w *configWatch) fail(ctx context.Context, cfg subnet.Config, why string, l
 	}
 	if !w.stores(cfg) {
 		return
+	}
+	if !w.follow && len(w.differs()) > 0 { // only a step gets another attempt, and this is no reason to exit either
+		least = math.MaxInt64
 	}
 	refused := w.unusable()
 	if least > 0 {

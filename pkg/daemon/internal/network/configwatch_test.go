@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/go-logr/logr/funcr"
 	"k8s.io/klog/v2"
@@ -296,20 +297,32 @@ func TestConfigWatchEndOfMigration(t *testing.T) {
 }
 
 // TestConfigWatchRefusesAStep refuses a step toward the configuration in the store, which does not differ from the last
-// one of the steps. The reason must be known until the network uses the step.
+// one of the steps. The reason must be known until the network uses the step. The network must try it again, also if it
+// does not follow changes.
 func TestConfigWatchRefusesAStep(t *testing.T) {
-	for name, refuse := range map[string]func(*configWatch, context.Context, subnet.Config, error){
-		"for now": (*configWatch).refuse, "for good": (*configWatch).giveUp,
+	for _, tt := range []struct {
+		name   string
+		follow bool
+		refuse func(*configWatch, context.Context, subnet.Config, error)
+		rest   time.Duration
+	}{
+		{"for now", true, (*configWatch).refuse, 0},
+		{"until the end of a pause", true, (*configWatch).giveUp, leastPause},
+		{"for now, not followed", false, (*configWatch).refuse, 0},
+		{"until the end of a pause, not followed", false, (*configWatch).giveUp, leastPause},
 	} {
-		t.Run(name, func(t *testing.T) {
-			w := &configWatch{follow: true, validate: subnet.ParseConfig}
+		t.Run(tt.name, func(t *testing.T) {
+			w := &configWatch{follow: tt.follow, validate: subnet.ParseConfig}
 			w.use(parseConfig(t, `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"},"NextBackend":{"Type":"host-gw"}}`))
 			w.apply(t.Context(), []byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"host-gw"}}`))
 			next, _ := w.next()
 			w.use(*next)
-			refuse(w, t.Context(), next.Step(), errors.New("busy"))
+			tt.refuse(w, t.Context(), next.Step(), errors.New("busy"))
 			if got := w.refusal(); !strings.HasPrefix(got, "busy") {
 				t.Errorf("the refusal is %q, want the reason", got)
+			}
+			if got := w.rest(); got > tt.rest {
+				t.Errorf("the step is tried again after %s, want %s", got, tt.rest)
 			}
 			w.use(next.Step())
 			if got := w.refusal(); got != "" {
@@ -383,8 +396,8 @@ func TestConfigWatchStates(t *testing.T) {
 			{"refuse 6 late", ""},
 		}},
 		"refused at first, and not followed": {false, []step{
-			{"refuse 6 busy", "it cannot be used; warned: busy; restart: busy; refused: busy; failed"},
-			{"use 5", "restart: busy; refused: busy; failed; woken"},
+			{"use 5", ""},
+			{"refuse 6 busy", "it cannot be used; warned: busy; restart: busy; refused: busy; failed; woken"},
 			{"apply 6", "restart: busy; refused: busy; failed"},
 			{"apply 7", "it has changed: restart needed; next 7; restart: IPv4 network 10.5.0.0/16 -> 10.7.0.0/16; woken"},
 			{"refuse 6 late", "next 7; restart: IPv4 network 10.5.0.0/16 -> 10.7.0.0/16"},
