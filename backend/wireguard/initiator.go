@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/hex"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -61,46 +62,68 @@ func newInitiator(ctx context.Context, dev *wgdevice.Device) *initiator {
 	return i
 }
 
+// never is the time of the last handshake with a peer without one.
+var never = time.Unix(0, 0)
+
 // initiate must be called after every change of the device's peers. own is the device's public key.
-// fresh is set if the peers may have sessions with an earlier device.
-func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig, fresh bool) {
-	var first, second []wgdevice.NoisePublicKey
+// fresh is set if the peers may have sessions with an earlier device. The peers in replaced may have another
+// device than before. A session with the former one would only end after 15 s without an answer.
+func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig, replaced map[wgtypes.Key]bool, fresh bool) {
+	now := time.Now()
+	var first, second, firstAgain, secondAgain []wgdevice.NoisePublicKey
 	for _, p := range peers {
-		if p.UpdateOnly {
-			continue // not new
-		}
 		key := wgdevice.NoisePublicKey(p.PublicKey)
 		smaller := bytes.Compare(own[:], key[:]) < 0
-		if smaller {
+		switch {
+		case replaced[p.PublicKey] && smaller:
+			firstAgain = append(firstAgain, key)
+			i.startHandshake(key, true)
+			continue
+		case replaced[p.PublicKey]:
+			secondAgain = append(secondAgain, key)
+			continue
+		case p.UpdateOnly:
+			continue // not new
+		case smaller:
 			first = append(first, key)
-		} else if !fresh {
+		case !fresh:
 			second = append(second, key)
 		}
 		if smaller || fresh {
 			i.startHandshake(key, false)
 		}
 	}
-	if len(first) > 0 {
-		i.tasks.Go(func() { i.retry(first, handshakeAttempts-1, retryPause, true) })
-	}
-	if len(second) > 0 {
-		i.tasks.Go(func() { i.retry(second, 1, turnPause, false) })
+	for _, r := range []struct {
+		peers []wgdevice.NoisePublicKey
+		times int
+		pause time.Duration
+		again bool
+		since time.Time
+	}{
+		{first, handshakeAttempts - 1, retryPause, true, never},
+		{second, 1, turnPause, false, never},
+		{firstAgain, handshakeAttempts - 1, retryPause, true, now},
+		{secondAgain, 1, turnPause, true, now},
+	} {
+		if len(r.peers) > 0 {
+			i.tasks.Go(func() { i.retry(r.peers, r.times, r.pause, r.again, r.since) })
+		}
 	}
 }
 
-// retry starts handshakes with the peers that still have no session.
-func (i *initiator) retry(peers []wgdevice.NoisePublicKey, times int, pause time.Duration, again bool) {
+// retry starts handshakes with the peers that still have no session that began after since.
+func (i *initiator) retry(peers []wgdevice.NoisePublicKey, times int, pause time.Duration, again bool, since time.Time) {
 	for range times {
 		if wait.For(i.ctx, pause) != nil {
 			return
 		}
 
-		peers = i.withoutSession(peers) // nearly all have a session now
+		peers = i.withoutSession(peers, since) // nearly all have a session now
 		var left []wgdevice.NoisePublicKey
 		for few := range slices.Chunk(peers, 1+len(peers)/stateReads) {
 			// A session may have begun a moment ago, and already have traffic. Another handshake would
 			// interrupt that.
-			few = i.withoutSession(few)
+			few = i.withoutSession(few, since)
 			for _, key := range few {
 				if i.ctx.Err() != nil {
 					return
@@ -130,9 +153,9 @@ func (i *initiator) startHandshake(key wgdevice.NoisePublicKey, again bool) {
 	i.last = time.Now()
 }
 
-// withoutSession returns those peers with which the device has never completed a handshake. It
+// withoutSession returns those peers with which the device has completed no handshake after since. It
 // changes the array of peers.
-func (i *initiator) withoutSession(peers []wgdevice.NoisePublicKey) []wgdevice.NoisePublicKey {
+func (i *initiator) withoutSession(peers []wgdevice.NoisePublicKey, since time.Time) []wgdevice.NoisePublicKey {
 	state, err := i.dev.IpcGet()
 	if err != nil {
 		return nil
@@ -140,12 +163,17 @@ func (i *initiator) withoutSession(peers []wgdevice.NoisePublicKey) []wgdevice.N
 
 	had := map[string]bool{}
 	of := ""
+	var seconds int64
 	for line := range strings.Lines(state) {
-		switch name, value, _ := strings.Cut(strings.TrimSpace(line), "="); name {
+		name, value, _ := strings.Cut(strings.TrimSpace(line), "=")
+		number, _ := strconv.ParseInt(value, 10, 64)
+		switch name {
 		case "public_key":
 			of = value
 		case "last_handshake_time_sec":
-			had[of] = value != "0"
+			seconds = number
+		case "last_handshake_time_nsec":
+			had[of] = time.Unix(seconds, number).After(since)
 		}
 	}
 	return slices.DeleteFunc(peers, func(k wgdevice.NoisePublicKey) bool { return had[hex.EncodeToString(k[:])] })

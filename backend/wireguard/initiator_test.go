@@ -73,12 +73,12 @@ func (e end) addPeer(t *testing.T, other end, port, keepalive int, fresh bool) {
 		t.Fatal(err)
 	}
 	kept = append(kept, e.dev.LookupPeer(wgdevice.NoisePublicKey(public)))
-	e.initiator.initiate(e.key.PublicKey(), []wgtypes.PeerConfig{{PublicKey: public}}, fresh)
+	e.initiator.initiate(e.key.PublicKey(), []wgtypes.PeerConfig{{PublicKey: public}}, nil, fresh)
 }
 
 func (e end) hasSession(t *testing.T, other end) bool {
 	t.Helper()
-	return len(e.initiator.withoutSession([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(other.key.PublicKey())})) == 0
+	return len(e.initiator.withoutSession([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(other.key.PublicKey())}, never)) == 0
 }
 
 // TestInitiate checks that two hosts that add each other, at the same time or one after the
@@ -111,6 +111,31 @@ func TestInitiate(t *testing.T) {
 				})
 			}
 		}
+	}
+}
+
+// TestInitiateReplaced checks that two hosts with a session start another one if the device of one of them, or of
+// both, may be another one than before.
+func TestInitiateReplaced(t *testing.T) {
+	for _, know := range [][]int{{0, 1}, {0}, {1}} {
+		t.Run(fmt.Sprintf("known to %v", know), func(t *testing.T) {
+			t.Parallel()
+			ends := newEnds(t, key(8), key(16))
+			for i := range ends {
+				ends[i].addPeer(t, ends[1-i], i+1, 0, true)
+			}
+			waittest.Until(t, 4*time.Second, "session", func() bool { return ends[0].hasSession(t, ends[1]) && ends[1].hasSession(t, ends[0]) })
+			<-time.After(4 * latency) // a peer drops handshakes that follow each other too closely
+			since := time.Now()
+			for _, i := range know {
+				public := ends[1-i].key.PublicKey()
+				ends[i].initiator.initiate(ends[i].key.PublicKey(), []wgtypes.PeerConfig{{PublicKey: public, UpdateOnly: true}}, map[wgtypes.Key]bool{public: true}, false)
+			}
+			waittest.Until(t, 4*time.Second, "another session", func() bool {
+				public := ends[0].key.PublicKey()
+				return len(ends[1].initiator.withoutSession([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(public)}, since)) == 0
+			})
+		})
 	}
 }
 
@@ -147,7 +172,7 @@ func TestRetryLeavesNewSessions(t *testing.T) {
 			}
 			public = other.PublicKey()
 			waittest.Until(t, 10*time.Second, "session with the other host", func() bool {
-				return len(i.withoutSession([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(public)})) == 0
+				return len(i.withoutSession([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(public)}, never)) == 0
 			})
 		}
 	}
@@ -171,7 +196,7 @@ func TestRetryLeavesNewSessions(t *testing.T) {
 		t.Fatal(err)
 	}
 	peers := []wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(silent), wgdevice.NoisePublicKey(public)}
-	i.retry(peers, handshakeAttempts-1, retryPause, true)
+	i.retry(peers, handshakeAttempts-1, retryPause, true, never)
 	if n := handshakes.Load(); n > 0 || !began.Load() {
 		t.Errorf("%d handshakes with a host that had just begun a session, want none", n)
 	}

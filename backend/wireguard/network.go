@@ -240,7 +240,7 @@ func (n *network) syncDevice(number int, s settings, p pass) (read, wrote bool, 
 			return read, false, 0, explainPortInUse(err, s.port)
 		}
 		if d.userspace != nil {
-			d.userspace.initiator.initiate(n.key.PublicKey(), cfg.Peers, !same || !d.unwantedRemoved)
+			d.userspace.initiator.initiate(n.key.PublicKey(), cfg.Peers, c.replaced(), !same || !d.unwantedRemoved)
 		}
 	}
 	if read && same && d.unwantedRemoved { // otherwise a difference is not the work of another program

@@ -202,6 +202,17 @@ func (d diff) change(h wgtypes.Peer, w discovery.Peer, allowed func() map[netip.
 	return p, differs
 }
 
+// replaced returns the peers that listen on another port than before, usually on another device.
+func (d diff) replaced() map[wgtypes.Key]bool {
+	all := map[wgtypes.Key]bool{}
+	for key, before := range d.known {
+		if now, wanted := d.want[key]; wanted && now.Endpoint.Port() != before.Endpoint.Port() {
+			all[key] = true
+		}
+	}
+	return all
+}
+
 // waiting counts the wanted peers in the device whose preshared key must change, but not now.
 func (d diff) waiting() (count int) {
 	for _, h := range d.have.Peers {

@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
@@ -467,6 +468,31 @@ func learnedEndpoint(t *testing.T, h *lab.Host) string {
 
 // behindNAT reports whether a result of learnedEndpoint has a port of addNAT.
 func behindNAT(endpoint string) bool { return strings.Contains(endpoint, ":40") }
+
+// TestUserspaceWireGuardDeviceReplaced changes the mode between two that have devices of other names, on other ports. Two
+// hosts that change at nearly the same time may each start a session with the former device of the other one. They must
+// have another session at once, and not only when they notice after 15 s that there is no answer.
+//
+//stages:rest pods that were cut off would have packets again after 15 s
+func TestUserspaceWireGuardDeviceReplaced(t *testing.T) {
+	t.Parallel()
+	config := func(mode string) json.RawMessage {
+		return json.RawMessage(fmt.Sprintf(`{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:5::/48","Backend":{"Type":"wireguard","Implementation":"userspace","Mode":%q}}`, mode))
+	}
+	l := newLab(t, lab.Config{Hosts: 3, Families: v6, Network: config("ipv6")}, "")
+	startAll(t, l, lab.FlanneldOptions{})
+	e := newEdits(t, l)
+	for _, mode := range []string{"separate", "ipv6", "separate", "ipv6"} {
+		flows := startFlows(t, l, 100)
+		e.put(string(config(mode)))
+		pause(t, 6*time.Second)
+		for i, s := range stopFlows(flows) {
+			if s.Gap > 3*time.Second {
+				t.Errorf("to mode %s: no packet from %s arrived for %s", mode, flows[i].name, s.Gap)
+			}
+		}
+	}
+}
 
 // TestUserspaceWireGuardPortInUse checks that the daemon exits with the reason if another
 // program listens on its UDP port.
