@@ -268,13 +268,14 @@ func publication(output string) (json.RawMessage, error) {
 	return data, nil
 }
 
-// attempt runs a command of the start up to setupTries times.
+// attempt runs a command of the start up to setupTries times, but only once if it hangs: meanwhile the network follows
+// neither other hosts nor the store.
 func (b *Backend) attempt(ctx context.Context, c command, in input) (output string, err error) {
 	log := klog.FromContext(ctx)
 	for try := 1; ; try++ {
 		output, err = c.run(ctx, in, b.config.timeout)
 		logOutput(log, c, output)
-		if err == nil || try == setupTries || ctx.Err() != nil {
+		if err == nil || try == setupTries || ctx.Err() != nil || errors.Is(err, errTimeout) {
 			return output, err
 		}
 		log.Error(err, "command failed, trying again", "try", try, "of", setupTries)

@@ -601,6 +601,15 @@ func TestStartFails(t *testing.T) {
 	}
 }
 
+// TestStartHangs expects that a command of the start which hangs runs once.
+func TestStartHangs(t *testing.T) {
+	n := newNode(t, map[string]any{"PostStartupCommand": "echo post >> $LOG; sleep 1000", "CommandTimeout": 1})
+	if _, err := n.start(); !errors.Is(err, errTimeout) {
+		t.Errorf("error %v, want that the command hangs", err)
+	}
+	n.expect("post")
+}
+
 // TestAddFails checks that other peers are served while the command of one peer fails.
 func TestAddFails(t *testing.T) {
 	n := newNode(t, map[string]any{
