@@ -7,11 +7,13 @@ import (
 	"net/http"
 	"net/netip"
 	"runtime/pprof"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/base/loop"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/report/health"
 	"github.com/flanneld/flanneld/pkg/report/metrics"
@@ -44,7 +46,18 @@ func listen(ctx, members context.Context, group *errgroup.Group, o options.Optio
 			local := http.NewServeMux()
 			local.HandleFunc("/debug/goroutines", goroutines)
 			local.Handle("/", with(page))
-			group.Go(func() error { return health.Serve(members, ln, local) })
+			group.Go(func() error {
+				return loop.New(time.Minute, func(ctx context.Context) error {
+					if ln == nil {
+						if ln, err = status.Listen(ctx, path); err != nil {
+							return err
+						}
+					}
+					_ = health.Serve(ctx, ln, local) // it fails when the file of the socket is gone
+					ln = nil
+					return loop.After(time.Second)
+				}).Run(members)
+			})
 		}
 	}
 

@@ -3,6 +3,7 @@
 package status
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/flanneld/flanneld/pkg/base/wait"
 )
@@ -30,7 +32,7 @@ func SocketPath(subnetFile string) string {
 // Listen opens a local socket at path that only root can use (0600). It creates the
 // folder if that is missing, and replaces a socket that an earlier daemon has left. If a
 // process answers on the socket, Listen tries again for a moment, as wait.WhileInUse says,
-// and then returns an error.
+// and then returns an error. If the file of the socket is lost, Accept returns an error soon.
 func Listen(ctx context.Context, path string) (net.Listener, error) {
 	fail := func(err error) (net.Listener, error) { return nil, fmt.Errorf("open status socket: %w", err) }
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -56,11 +58,50 @@ func Listen(ctx context.Context, path string) (net.Listener, error) {
 	if err != nil {
 		return fail(err)
 	}
-	if err := os.Chmod(path, 0o600); err != nil {
+	file, err := os.Lstat(path)
+	if err = cmp.Or(err, os.Chmod(path, 0o600)); err != nil {
 		_ = ln.Close()
 		return fail(err)
 	}
-	return ln, nil
+	return listener{ln.(*net.UnixListener), file}, nil
+}
+
+// socketCheck is the interval at which a listener looks for its file: at the moments at which the daemon looks for
+// its subnet files.
+const socketCheck = 30 * time.Second
+
+// listener ends within socketCheck after its file was removed or replaced.
+type listener struct {
+	*net.UnixListener
+
+	file os.FileInfo
+}
+
+func (l listener) lost() bool {
+	now, err := os.Lstat(l.Addr().String())
+	return err != nil || !os.SameFile(l.file, now)
+}
+
+// Accept implements net.Listener.
+func (l listener) Accept() (net.Conn, error) {
+	for {
+		_ = l.SetDeadline(time.Now().Truncate(socketCheck).Add(socketCheck)) // it fails as Accept does
+		conn, err := l.UnixListener.Accept()
+		if !errors.Is(err, os.ErrDeadlineExceeded) {
+			return conn, err
+		}
+		if l.lost() {
+			return nil, fmt.Errorf("%s is gone", l.Addr())
+		}
+	}
+}
+
+// Close implements net.Listener. It does not remove the socket of another listener.
+func (l listener) Close() error {
+	if l.lost() {
+		l.SetUnlinkOnClose(false)
+	}
+	return l.UnixListener.Close()
 }
 
 // Client returns an HTTP client that sends every request to the socket at path.

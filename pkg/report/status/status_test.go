@@ -10,7 +10,6 @@ import (
 	"flag"
 	"fmt"
 	"math"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -337,7 +336,7 @@ func TestSocketThatIsFreedLater(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	former.(*net.UnixListener).SetUnlinkOnClose(false)
+	former.(interface{ SetUnlinkOnClose(bool) }).SetUnlinkOnClose(false)
 	time.AfterFunc(100*time.Millisecond, func() { former.Close() })
 
 	ln, err := status.Listen(t.Context(), path)
@@ -353,7 +352,7 @@ func TestSocketLeftBehindIsReplaced(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ln.(*net.UnixListener).SetUnlinkOnClose(false)
+	ln.(interface{ SetUnlinkOnClose(bool) }).SetUnlinkOnClose(false)
 	ln.Close()
 	if _, err := os.Stat(path); err != nil {
 		t.Fatal(err)
