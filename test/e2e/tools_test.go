@@ -445,6 +445,11 @@ func (f toolFaults) table() []toolFault {
 			doctor: iptables + "-nft may redirect forwarded packets to port 80 of pods",
 		},
 		{
+			name:   "iptables-nft drops packets by a match that is not understood", // pods reach each other with all others
+			cause:  iptablesFault(iptables+"-nft", "FORWARD", "-m", "length", "--length", "65000:65500", "-j", "DROP"),
+			doctor: iptables + "-nft may drop forwarded packets of pods from ",
+		},
+		{
 			name: "rules for services and ports of the host redirect packets",
 			cause: func(f toolFaults) func() {
 				const proxy = `*nat

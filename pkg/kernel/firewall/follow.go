@@ -16,6 +16,7 @@ const (
 	Unknown Answer = iota
 	No
 	Yes
+	Seldom // as Unknown, but few packets do: too many of them, or those with a mark of another program
 )
 
 // Effect is what a rule does with the packets that meet its conditions.
@@ -46,7 +47,12 @@ type Outcome struct {
 	Chain, Rule string // the rule that decides, and its chain
 	// Doubtful means that an earlier rule may have decided. It is not known whether the packet meets its conditions.
 	Doubtful bool
+	// May is the first rule that may drop the packet: it is not known whether the packet meets its conditions.
+	May Spot
 }
+
+// Spot is a rule and its chain.
+type Spot struct{ Chain, Rule string }
 
 // Blocks reports whether a rule keeps the packet from its destination.
 func (o Outcome) Blocks() bool { return o.Effect == Drops || o.Effect == Redirects }
@@ -59,6 +65,9 @@ func (o Outcome) Block(p Packet, base, policy string) (b Block, ok bool) {
 		b.Chain = base
 		b.Rule = "policy " + policy
 		return b, true
+	}
+	if !o.Blocks() && o.May != (Spot{}) {
+		return Block{Packet: p, Chain: o.May.Chain, Rule: o.May.Rule, Doubtful: true}, true
 	}
 	return b, o.Blocks()
 }
@@ -75,23 +84,30 @@ func (all Steps) Follow(chain string, through ...string) (o Outcome, err error) 
 	}
 
 	failed := all(chain, func(s Step) (more bool) {
+		if s.Met == No || s.Effect == Continues {
+			return true
+		}
+		doubtful := o.Doubtful || s.Met != Yes && s.Effect != Drops && s.Effect != Redirects
+		next := Outcome{Effect: s.Effect, Chain: chain, Rule: s.Rule}
 		switch {
-		case s.Met == No, s.Effect == Continues:
-			return true
-		case s.Met == Unknown: // it does not apply, but may
-			o.Doubtful = o.Doubtful || s.Effect != Drops && s.Effect != Redirects
-			return true
-		case s.Effect == Returns:
-			return false
-		case s.Effect != Jumps && s.Effect != GoesTo:
-			o = Outcome{s.Effect, chain, s.Rule, o.Doubtful}
-			return false
+		case s.Met == Seldom, s.Effect == Returns:
+			o.Doubtful = doubtful
+			return s.Met != Yes
+		case s.Effect == Jumps, s.Effect == GoesTo:
+			next, err = all.Follow(s.Chain, append(through, chain)...)
 		}
 
-		doubtful := o.Doubtful
-		o, err = all.Follow(s.Chain, append(through, chain)...)
+		may := cmp.Or(o.May, next.May)
+		if s.Met == Unknown { // it does not apply, but may
+			if next.Effect == Drops {
+				may = cmp.Or(may, Spot{next.Chain, next.Rule})
+			}
+			next = Outcome{}
+		}
+		o = next
+		o.May = may
 		o.Doubtful = o.Doubtful || doubtful
-		return err == nil && o.Effect == Continues && s.Effect == Jumps
+		return err == nil && o.Effect == Continues && (s.Met == Unknown || s.Effect == Jumps)
 	})
 	return o, cmp.Or(err, failed)
 }

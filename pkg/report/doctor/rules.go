@@ -50,6 +50,7 @@ func (h Facts) blocks(found finder) {
 		if b.Redirects {
 			verb = "redirect"
 		}
+		does := map[bool]string{false: verb + "s", true: "may " + verb}[b.Doubtful]
 
 		program := b.Program
 		fix := h.accept(b)
@@ -61,9 +62,9 @@ func (h Facts) blocks(found finder) {
 		}
 
 		if b.In != "" && b.Out == "" && b.Protocol == firewall.TCP {
-			found(note(fmt.Sprintf("%s %ss TCP packets of other hosts to %s in chain %s of table %s: %s: "+
+			found(note(fmt.Sprintf("%s %s TCP packets of other hosts to %s in chain %s of table %s: %s: "+
 				"flannelctl check there cannot tell whether the path works, although pods are reached",
-				program, verb, b.Dst, b.Chain, b.Table, b.Rule), fix))
+				program, does, b.Dst, b.Chain, b.Table, b.Rule), fix))
 			continue
 		}
 		kind := "packets"

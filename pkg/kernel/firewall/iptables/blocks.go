@@ -4,7 +4,6 @@ package iptables
 
 import (
 	"context"
-	"fmt"
 	"maps"
 	"slices"
 	"strconv"
@@ -52,7 +51,7 @@ func Present(f prefix.Family) []Variant {
 	return slices.DeleteFunc(all, func(v Variant) bool { return v == Legacy && len(legacyTables(f)) == 0 }) // the program would create the tables
 }
 
-// blocked says what drops or redirects a packet according to the output of iptables-save.
+// blocked says what drops or redirects a packet according to the output of iptables-save, or else what may.
 func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 	d := parseSave(text)
 	first := "PREROUTING"
@@ -72,13 +71,17 @@ func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 	for _, at := range []struct{ table, hook string }{
 		{"raw", first}, {"mangle", first}, {"nat", first}, {"mangle", last}, {"filter", last}, {"mangle", after},
 	} {
-		b, ok := d[at.table].follow(at.hook, p).Block(p, at.hook, policyOf(text, at.table, at.hook))
-		if ok && !strings.HasPrefix(b.Chain, dockerChains) {
+		found, blocks := d[at.table].follow(at.hook, p).Block(p, at.hook, policyOf(text, at.table, at.hook))
+		if blocks && !strings.HasPrefix(found.Chain, dockerChains) && (!ok || !found.Doubtful) {
+			b = found
 			b.Table = at.table
-			return b, true
+			ok = true
+			if !b.Doubtful {
+				break
+			}
 		}
 	}
-	return firewall.Block{}, false
+	return b, ok
 }
 
 // redirected returns the ports whose packets a rule redirects, and of a range the first.
@@ -125,28 +128,17 @@ func meets(c condition, p firewall.Packet) firewall.Answer {
 		return matchesDevice(c.value, p.Out)
 	case "-p":
 		number, ok := parseProtocol(c.value)
-		if !ok {
-			return firewall.Unknown
-		}
-		return is(number == p.Protocol)
-
-	case "--dport":
-		low, high, ranged := strings.Cut(c.value, ":")
-		if !ranged {
-			high = low
-		}
-		from, err := strconv.ParseUint(low, 10, 16)
-		to, e := strconv.ParseUint(high, 10, 16)
-		if err != nil || e != nil {
-			return firewall.Unknown
-		}
-		return is(uint64(p.Port) >= from && uint64(p.Port) <= to)
-
-	case "--dports":
-		if strings.Contains(c.value, ":") {
-			return firewall.Unknown
-		}
-		return is(slices.Contains(strings.Split(c.value, ","), fmt.Sprint(p.Port)))
+		return is(ok && number == p.Protocol)
+	case "--dport", "--dports":
+		return hasPort(c.value, p.Port)
+	case "--tcp-flags": // of the first packet: SYN
+		mask, flags, _ := strings.Cut(c.value, " ")
+		has := mask == "ALL" || slices.Contains(strings.Split(mask, ","), "SYN")
+		return is(flags == map[bool]string{false: "NONE", true: "SYN"}[has])
+	case "--pkt-type":
+		return is(c.value == "unicast")
+	case "-f", "--rt-type", "--physdev-is-bridged": // it is neither a later fragment nor has a routing header, and it is routed
+		return firewall.No
 
 	case "--ctstate", "--state":
 		return is(slices.Contains(strings.Split(c.value, ","), "NEW"))
@@ -155,14 +147,38 @@ func meets(c condition, p firewall.Packet) firewall.Answer {
 		if value, _, _ := strings.Cut(c.value, "/"); !c.not && value != "0x0" && value != "0" {
 			return firewall.No
 		}
-		return firewall.Unknown
 
 	case "--dst-type":
 		return is(c.value == "UNICAST" || c.value == "LOCAL" && p.Out == "")
 	case "--comment":
 		return firewall.Yes
 	}
+	if slices.Contains(seldom, c.module) || strings.HasPrefix(c.option, "--sport") {
+		return firewall.Seldom
+	}
 	return firewall.Unknown
+}
+
+// seldom contains the matches for which Seldom is the answer. Rules of healthy hosts drop packets with them.
+var seldom = []string{"mark", "connmark", "conntrack", "rpfilter", "limit", "hashlimit", "connlimit", "recent", "set", "owner", "cgroup"}
+
+// hasPort reports whether a list of ports and ranges contains a port.
+func hasPort(list string, port uint16) firewall.Answer {
+	for one := range strings.SplitSeq(list, ",") {
+		low, high, ranged := strings.Cut(one, ":")
+		if !ranged {
+			high = low
+		}
+		from, err := strconv.ParseUint(low, 10, 16)
+		to, e := strconv.ParseUint(high, 10, 16)
+		if err != nil || e != nil {
+			return firewall.Unknown
+		}
+		if uint64(port) >= from && uint64(port) <= to {
+			return firewall.Yes
+		}
+	}
+	return firewall.No
 }
 
 func matchesDevice(pattern, name string) firewall.Answer {

@@ -48,7 +48,16 @@ func TestBlocked(t *testing.T) {
 		"forward policy and ours":        {packet: pods, policy: "DROP", rules: ours},
 		"forward policy":                 {packet: pods, policy: "DROP", want: "policy DROP"},
 		"drop in a chain":                {packet: pods, rules: "-A FORWARD -j USER\n-A USER -i flannel.1 -j DROP\n", want: "-i flannel.1 -j DROP"},
-		"Docker, which has a function":   {packet: pods, rules: "-A FORWARD -j DOCKER\n-A DOCKER -j DROP\n"},
+		"a match that is not understood": {packet: pods, rules: "-A FORWARD -m iprange --src-range 10.5.0.0-10.5.255.255 -j DROP\n", want: "-m iprange --src-range 10.5.0.0-10.5.255.255 -j DROP", doubtful: true},
+		"a jump that is not understood":  {packet: pods, rules: "-A FORWARD -m length --length 1000:1500 -j USER\n-A USER -j DROP\n", want: "-j DROP", doubtful: true},
+		"certain after doubtful":         {packet: pods, rules: "-A FORWARD -m length --length 1000:1500 -j DROP\n-A FORWARD -j REJECT\n", want: "-j REJECT"},
+		"not understood, after ours":     {packet: pods, rules: ours + "-A FORWARD -m length --length 1000:1500 -j DROP\n"},
+		"flags of TCP":                   {packet: pods, rules: "-A FORWARD -p tcp -m tcp ! --tcp-flags FIN,SYN,RST,ACK SYN -m conntrack --ctstate NEW -j DROP\n-A FORWARD -p tcp -m tcp --tcp-flags FIN,SYN,RST,PSH,ACK,URG NONE -j DROP\n"},
+		"first packets of TCP":           {packet: pods, rules: "-A FORWARD -p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j DROP\n", want: "-p tcp -m tcp --tcp-flags FIN,SYN,RST,ACK SYN -j DROP"},
+		"rules of healthy hosts": {packet: pods, rules: "-A FORWARD -m rt --rt-type 0 -j DROP\n-A FORWARD -m rpfilter --validmark --invert -j DROP\n-A FORWARD -m set --match-set blocked src -j DROP\n" +
+			"-A FORWARD -p sctp -j DROP\n-A FORWARD -f -j DROP\n-A FORWARD -m pkttype --pkt-type multicast -j DROP\n-A FORWARD -p tcp -m multiport --dports 25,6000:6063 -j DROP\n" +
+			"-A FORWARD -m recent --update --seconds 30 --hitcount 6 --name DEFAULT --mask 255.255.255.255 --rsource -j DROP\n-A FORWARD -m mark --mark 0x0/0x10000 -j USER\n-A USER -j DROP\n"},
+		"Docker, which has a function": {packet: pods, rules: "-A FORWARD -j DOCKER\n-A DOCKER -j DROP\n"},
 	} {
 		policy := tt.policy
 		if policy == "" {

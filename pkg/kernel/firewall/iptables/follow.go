@@ -36,14 +36,14 @@ func meetsAll(r rule, p firewall.Packet) firewall.Answer {
 	all := firewall.Yes
 	for _, c := range r.conditions {
 		a := meets(c, p)
-		if c.not && a != firewall.Unknown {
+		if c.not && (a == firewall.Yes || a == firewall.No) {
 			a = firewall.Yes + firewall.No - a
 		}
 		if a == firewall.No {
 			return firewall.No
 		}
-		if a == firewall.Unknown {
-			all = firewall.Unknown
+		if a == firewall.Seldom || a == firewall.Unknown && all == firewall.Yes {
+			all = a
 		}
 	}
 	return all

@@ -59,6 +59,9 @@ func parseRule(spec string) rule {
 		default:
 			if strings.HasPrefix(w, "-") {
 				c.option = w
+			} else if n := len(r.conditions); n > 0 && r.conditions[n-1].option == "--tcp-flags" { // it has two values
+				r.conditions[n-1].value += " " + w
+				continue
 			}
 			if c.option == "--comment" || c.option != "" && next != "!" && !strings.HasPrefix(next, "-") {
 				c.value = next

@@ -250,6 +250,7 @@ var effects = map[expr.VerdictKind]firewall.Effect{
 // step returns what a rule does with the packet.
 func (f follower) step(r *nftables.Rule) (s firewall.Step, err error) {
 	registers := map[uint32][]byte{} // a register that is missing is unknown
+	seldom := false                  // what is not known is true for few packets
 	s = firewall.Step{Met: firewall.Yes, Rule: fmt.Sprintf("the rule with handle %d", r.Handle)}
 	for _, e := range r.Exprs {
 		met := true
@@ -272,12 +273,14 @@ func (f follower) step(r *nftables.Rule) (s firewall.Step, err error) {
 			registers[e.Register] = e.Data
 		case *expr.Meta:
 			registers[e.Register] = f.meta(e.Key)
+			seldom = seldom || slices.Contains(seldomMeta, e.Key)
 			devices := []expr.MetaKey{expr.MetaKeyIIFNAME, expr.MetaKeyOIFNAME, expr.MetaKeyIIF, expr.MetaKeyOIF}
 			if r.Table.Family == nftables.TableFamilyBridge && slices.Contains(devices, e.Key) {
 				registers[e.Register] = nil // a port of the bridge
 			}
 		case *expr.Ct:
 			registers[e.Register] = nil
+			seldom = seldom || e.Key != expr.CtKeySTATE
 			if e.Key == expr.CtKeySTATE {
 				registers[e.Register] = binary.NativeEndian.AppendUint32(nil, expr.CtStateBitNEW)
 			}
@@ -305,19 +308,27 @@ func (f follower) step(r *nftables.Rule) (s firewall.Step, err error) {
 				// The library does not read the verdicts of a map. Any of them may apply.
 				return firewall.Step{Met: firewall.Unknown, Effect: firewall.Accepts}, nil
 			}
+		case *expr.Limit, *expr.Connlimit, *expr.Dynset, *expr.Fib:
+			known = false
+			seldom = true
+			clear(registers)
 		default:
 			known = false
+			clear(registers)
 		}
 		if known && !met {
 			s.Met = firewall.No
 			return s, nil
 		}
-		if !known {
-			s.Met = firewall.Unknown
+		if !known && s.Met != firewall.Seldom {
+			s.Met = map[bool]firewall.Answer{false: firewall.Unknown, true: firewall.Seldom}[seldom]
 		}
 	}
 	return s, nil
 }
+
+// seldomMeta contains keys of which Seldom is the answer to a condition: marks of other programs, and senders on this host.
+var seldomMeta = []expr.MetaKey{expr.MetaKeyMARK, expr.MetaKeySKUID, expr.MetaKeySKGID, expr.MetaKeyCGROUP}
 
 // meta returns nil if the value of the key is not known.
 func (f follower) meta(key expr.MetaKey) []byte {
@@ -340,6 +351,8 @@ func (f follower) meta(key expr.MetaKey) []byte {
 		return []byte{f.packet.Protocol}
 	case expr.MetaKeyNFPROTO:
 		return []byte{protocols[f.family()]}
+	case expr.MetaKeyPKTTYPE:
+		return []byte{unix.PACKET_HOST}
 
 	case expr.MetaKeyPROTOCOL:
 		if f.packet.Src.Is4() {
@@ -382,7 +395,7 @@ func (f follower) payload(e *expr.Payload) []byte {
 	return nil
 }
 
-// encodePacket returns the headers of a packet up to the ports. The fields that Packet lacks are zero.
+// encodePacket returns the headers of a packet up to the ports, or up to the flags of TCP. The fields that Packet lacks are zero.
 func encodePacket(p firewall.Packet) []byte {
 	h := headers[prefix.FamilyOf(p.Src)]
 	raw := make([]byte, h.dst+h.length)
@@ -392,7 +405,11 @@ func encodePacket(p firewall.Packet) []byte {
 
 	const anyPort = 50000
 	raw = binary.BigEndian.AppendUint16(raw, anyPort)
-	return binary.BigEndian.AppendUint16(raw, p.Port)
+	raw = binary.BigEndian.AppendUint16(raw, p.Port)
+	if p.Protocol == firewall.TCP {
+		raw = append(raw, 0, 0, 0, 0, 0, 0, 0, 0, 5<<4, 2) // SYN, after the sequence numbers and the length of the header
+	}
+	return raw
 }
 
 func bitwise(e *expr.Bitwise, from []byte) []byte {

@@ -80,6 +80,8 @@ func TestKernelBlocks(t *testing.T) {
 		"jump":                         {table: "chain user { oifname { cni0, docker0 } reject ; } ; chain through { type filter hook forward priority 0 ; ct state new jump user ; }", packet: pods, want: "user the rule with handle"},
 		"jump that returns":            {table: "chain user { ip daddr 10.5.0.0/16 return ; drop ; } ; chain through { type filter hook forward priority 0 ; jump user ; }", packet: pods},
 		"limited drop":                 {table: "chain through { type filter hook forward priority 0 ; limit rate 1/second drop ; }", packet: pods},
+		"not understood":               {table: "chain through { type filter hook forward priority 0 ; meta length 1000-1500 drop ; }", packet: pods, want: "through the rule with handle", doubtful: true},
+		"rules of healthy hosts":       {table: "chain through { type filter hook forward priority 0 ; fib saddr . iif oif missing drop ; meta mark & 0x10 == 0 drop ; ct mark 5 drop ; meta pkttype multicast drop ; tcp flags & (fin|syn|rst|ack) != syn ct state new drop ; ct count over 100 drop ; }", packet: pods},
 		"map of verdicts, then drop":   {table: "chain through { type filter hook forward priority 0 ; iifname vmap { flannel.1 : accept } ; drop ; }", packet: pods, want: "through the rule with handle", doubtful: true},
 		"drop in the device":           {family: "netdev", table: "chain early { type filter hook ingress device eth0 priority 0 ; udp dport 8472 drop ; }", packet: tunnel, want: "early the rule with handle"},
 		"drop in several devices":      {family: "netdev", table: "chain early { type filter hook ingress devices = { eth0, eth1 } priority 0 ; ip saddr 192.0.2.0/24 udp dport 8472 drop ; }", packet: tunnel, want: "early the rule with handle"},
