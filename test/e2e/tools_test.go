@@ -365,6 +365,12 @@ func (f toolFaults) table() []toolFault {
 			doctor: iptables + "-nft drops forwarded packets of pods from cni0 to " + f.dev, check: "firewall", status: iptables + "-nft drops",
 		},
 		{
+			name: "iptables-nft gives packets to a program that does not run", cut: true,
+			cause:  iptablesFault(iptables+"-nft", "FORWARD", "-i", "cni0", "-j", "NFQUEUE", "--queue-num", "5"),
+			doctor: iptables + "-nft drops forwarded packets of pods from cni0 to " + f.dev + " in chain FORWARD of table filter: -i cni0 -j NFQUEUE --queue-num 5 (no program reads queue 5)",
+			check:  "firewall", status: iptables + "-nft drops",
+		},
+		{
 			name: "iptables-nft drops what the host sends through the tunnel", cut: true, tunnel: true,
 			cause: func(f toolFaults) func() {
 				f.run(iptables+"-nft", "-I", "OUTPUT", "-p", "udp", "--dport", "8472", "-j", "DROP")

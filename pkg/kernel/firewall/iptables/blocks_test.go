@@ -8,6 +8,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
 	"github.com/flanneld/flanneld/pkg/base/prefix"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/firewalltest"
@@ -163,5 +166,43 @@ func TestKernelBlocks(t *testing.T) {
 			t.Errorf("%s: %+v, %v, want the rule that redirects port 80", v, blocks, err)
 		}
 		firewalltest.Shell(t, program+" -t nat -F PREROUTING")
+	}
+}
+
+// TestKernelQueues checks which rules drop packets because no program reads their queue.
+func TestKernelQueues(t *testing.T) {
+	firewalltest.Enter(t)
+	c, err := netlink.Dial(unix.NETLINK_NETFILTER, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	const (
+		config, bind = unix.NFNL_SUBSYS_QUEUE<<8 | 2, 1 // NFQNL_MSG_CONFIG, NFQNL_CFG_CMD_BIND
+		queue        = 7
+	)
+	command, _ := netlink.MarshalAttributes([]netlink.Attribute{{Type: 1, Data: []byte{bind, 0, 0, unix.AF_INET}}}) // NFQA_CFG_CMD
+	read := netlink.Message{Header: netlink.Header{Type: config, Flags: netlink.Request | netlink.Acknowledge}, Data: append([]byte{unix.AF_UNSPEC, 0, 0, queue}, command...)}
+	if _, err := c.Execute(read); err != nil {
+		t.Fatal(err)
+	}
+
+	pods := firewall.Packet{In: "cni0", Out: "flannel.1", Src: netip.MustParseAddr("10.5.49.2"), Dst: netip.MustParseAddr("10.5.7.2"), Protocol: firewall.TCP, Port: 1}
+	for _, v := range []Variant{Legacy, NFT} {
+		for options, want := range map[string]string{
+			"--queue-num 7":                      "",
+			"--queue-num 8":                      "-j NFQUEUE --queue-num 8 (no program reads queue 8)",
+			"--queue-num 8 --queue-bypass":       "",
+			"--queue-balance 7:9":                "-j NFQUEUE --queue-balance 7:9 (no program reads queue 8)",
+			"--queue-balance 6:7 --queue-bypass": "",
+		} {
+			// What a program reads does not reach the second rule.
+			firewalltest.Shell(t, v.Program(prefix.IPv4)+" -A FORWARD -j NFQUEUE "+options+"; "+v.Program(prefix.IPv4)+" -A FORWARD -j DROP")
+			blocks, err := Blocks(t.Context(), []firewall.Packet{pods})
+			if err != nil || len(blocks) != min(len(want), 1) || want != "" && blocks[0].Rule != want {
+				t.Errorf("%s %s: %+v, %v, want %q", v, options, blocks, err, want)
+			}
+			firewalltest.Shell(t, v.Program(prefix.IPv4)+" -F FORWARD")
+		}
 	}
 }

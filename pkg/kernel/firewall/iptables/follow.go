@@ -3,10 +3,12 @@
 package iptables
 
 import (
+	"fmt"
 	"net/netip"
 	"strings"
 
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
+	"github.com/flanneld/flanneld/pkg/kernel/firewall/nftables"
 )
 
 var effects = map[string]firewall.Effect{
@@ -21,6 +23,14 @@ func (c chains) follow(chain string, p firewall.Packet) firewall.Outcome {
 			s := firewall.Step{Met: meetsAll(r, p), Effect: effects[r.target], Chain: r.target, Rule: strings.TrimSpace(r.spec)}
 			if _, jump := c[r.target]; jump {
 				s.Effect = firewall.Jumps
+			}
+			if r.target == "NFQUEUE" {
+				var first, last int
+				if n, _ := fmt.Sscanf(r.jump, "-j NFQUEUE --queue-balance %d:%d", &first, &last); n < 2 {
+					_, _ = fmt.Sscanf(r.jump, "-j NFQUEUE --queue-num %d", &first)
+					last = first
+				}
+				s = nftables.Queue(s, first, last, strings.Contains(r.jump, "--queue-bypass"))
 			}
 			if !each(s) {
 				break

@@ -6,7 +6,10 @@ import (
 	"bytes"
 	"encoding/binary"
 	"fmt"
+	"os"
 	"slices"
+	"strconv"
+	"strings"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
@@ -241,7 +244,26 @@ func redirects(e expr.Any) bool {
 	return local || ok && nat.Type == expr.NATTypeDestNAT
 }
 
-// effects contains the verdicts that decide about the packet or its next rule, other than a queue for another program.
+// Queue adds to a step what becomes of packets for the queues from first to last: if no program reads one, its packets
+// are dropped, unless the rule has bypass. A program is taken to accept them.
+func Queue(s firewall.Step, first, last int, bypass bool) firewall.Step {
+	s.Effect = firewall.Accepts
+	text, _ := os.ReadFile("/proc/thread-self/net/netfilter/nfnetlink_queue") // missing if no program has ever read one
+	read := map[string]bool{}
+	for line := range strings.Lines(string(text)) {
+		read[strings.Fields(line)[0]] = true
+	}
+	for n := first; n <= last && !bypass; n++ {
+		if !read[strconv.Itoa(n)] {
+			s.Effect = firewall.Drops
+			s.Rule += fmt.Sprintf(" (no program reads queue %d)", n)
+			return s
+		}
+	}
+	return s
+}
+
+// effects contains the verdicts that decide about the packet or its next rule.
 var effects = map[expr.VerdictKind]firewall.Effect{
 	expr.VerdictAccept: firewall.Accepts, expr.VerdictDrop: firewall.Drops, expr.VerdictReturn: firewall.Returns,
 	expr.VerdictJump: firewall.Jumps, expr.VerdictGoto: firewall.GoesTo,
@@ -264,6 +286,8 @@ func (f follower) step(r *nftables.Rule) (s firewall.Step, err error) {
 		case *expr.Reject:
 			s.Effect = firewall.Drops
 			return s, nil
+		case *expr.Queue: // the number may also be in a register, which the library does not read
+			return Queue(s, int(e.Num), int(e.Num+max(e.Total, 1)-1), e.Total == 0 || e.Flag&expr.QueueFlagBypass != 0), nil
 		case *expr.NAT, *expr.Redir:
 			if redirects(e) {
 				s.Effect = firewall.Redirects

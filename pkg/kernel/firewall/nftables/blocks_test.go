@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
 
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/firewalltest"
@@ -134,5 +135,24 @@ func TestSearch(t *testing.T) {
 			}
 		}
 		slices.Reverse(limits)
+	}
+}
+
+// TestQueue checks which rules drop packets because no program reads their queue. Not every kernel has such rules.
+func TestQueue(t *testing.T) {
+	firewalltest.Enter(t)
+	for _, tt := range []struct {
+		queue expr.Queue
+		want  firewall.Effect
+	}{
+		{expr.Queue{Num: 3, Total: 1}, firewall.Drops},
+		{expr.Queue{Num: 3, Total: 4}, firewall.Drops},
+		{expr.Queue{Num: 3, Total: 1, Flag: expr.QueueFlagBypass}, firewall.Accepts},
+		{expr.Queue{}, firewall.Accepts}, // its number is not known
+	} {
+		s, err := follower{}.step(&nftables.Rule{Table: &nftables.Table{}, Handle: 5, Exprs: []expr.Any{&tt.queue, &expr.Counter{}}})
+		if err != nil || s.Effect != tt.want || strings.Contains(s.Rule, "no program reads queue 3") != (tt.want == firewall.Drops) {
+			t.Errorf("%+v: %+v, %v, want %v", tt.queue, s, err, tt.want)
+		}
 	}
 }
