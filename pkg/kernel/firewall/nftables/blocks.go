@@ -271,8 +271,8 @@ var effects = map[expr.VerdictKind]firewall.Effect{
 
 // step returns what a rule does with the packet.
 func (f follower) step(r *nftables.Rule) (s firewall.Step, err error) {
-	registers := map[uint32][]byte{} // a register that is missing is unknown
-	seldom := false                  // what is not known is true for few packets
+	loaded := registers{}
+	seldom := false // what is not known is true for few packets
 	s = firewall.Step{Met: firewall.Yes, Rule: fmt.Sprintf("the rule with handle %d", r.Handle)}
 	for _, e := range r.Exprs {
 		met := true
@@ -294,29 +294,29 @@ func (f follower) step(r *nftables.Rule) (s firewall.Step, err error) {
 				return s, nil
 			}
 		case *expr.Immediate:
-			registers[e.Register] = e.Data
+			loaded.load(e.Register, e.Data)
 		case *expr.Meta:
-			registers[e.Register] = f.meta(e.Key)
+			loaded.load(e.Register, f.meta(e.Key))
 			seldom = seldom || slices.Contains(seldomMeta, e.Key)
 			devices := []expr.MetaKey{expr.MetaKeyIIFNAME, expr.MetaKeyOIFNAME, expr.MetaKeyIIF, expr.MetaKeyOIF}
 			if r.Table.Family == nftables.TableFamilyBridge && slices.Contains(devices, e.Key) {
-				registers[e.Register] = nil // a port of the bridge
+				loaded.load(e.Register, nil) // a port of the bridge
 			}
 		case *expr.Ct:
-			registers[e.Register] = nil
+			loaded.load(e.Register, nil)
 			seldom = seldom || e.Key != expr.CtKeySTATE
 			if e.Key == expr.CtKeySTATE {
-				registers[e.Register] = binary.NativeEndian.AppendUint32(nil, expr.CtStateBitNEW)
+				loaded.load(e.Register, binary.NativeEndian.AppendUint32(nil, expr.CtStateBitNEW))
 			}
 
 		case *expr.Payload:
-			registers[e.DestRegister] = f.payload(e)
+			loaded.load(e.DestRegister, f.payload(e))
 		case *expr.Bitwise:
-			registers[e.DestRegister] = bitwise(e, registers[e.SourceRegister])
+			loaded.load(e.DestRegister, bitwise(e, loaded.field(e.SourceRegister)))
 		case *expr.Cmp:
-			met, known = compare(e, registers[e.Register])
+			met, known = compare(e, loaded.field(e.Register))
 		case *expr.Range:
-			have := registers[e.Register]
+			have := loaded.field(e.Register)
 			known = have != nil
 			met = known && (bytes.Compare(have, e.FromData) >= 0 && bytes.Compare(have, e.ToData) <= 0) == (e.Op == expr.CmpOpEq)
 
@@ -325,20 +325,31 @@ func (f follower) step(r *nftables.Rule) (s firewall.Step, err error) {
 			if err != nil {
 				return s, err
 			}
-			found, ok := search(elements, interval, registers[e.SourceRegister])
+			found, ok := search(elements, interval, loaded.fields(e.SourceRegister, elements))
 			known = ok
 			met = ok && (found != nil) != e.Invert
-			if e.IsDestRegSet && (met || !known) {
-				// The library does not read the verdicts of a map. Any of them may apply.
+			switch {
+			case !e.IsDestRegSet:
+			case e.DestRegister != unix.NFT_REG_VERDICT:
+				loaded.load(e.DestRegister, nil)
+				if found != nil {
+					loaded.load(e.DestRegister, found.Val)
+				}
+			case !known: // any verdict of the map may apply
 				return firewall.Step{Met: firewall.Unknown, Effect: firewall.Accepts}, nil
+			case met:
+				verdict, err := parse(found.Val)
+				s.Effect = effects[expr.VerdictKind(int32(verdict.number(unix.NFTA_VERDICT_CODE)))]
+				s.Chain = verdict.text(unix.NFTA_VERDICT_CHAIN)
+				return s, err
 			}
 		case *expr.Limit, *expr.Connlimit, *expr.Dynset, *expr.Fib:
 			known = false
 			seldom = true
-			clear(registers)
+			clear(loaded)
 		default:
 			known = false
-			clear(registers)
+			clear(loaded)
 		}
 		if known && !met {
 			s.Met = firewall.No
@@ -461,6 +472,41 @@ func compare(e *expr.Cmp, have []byte) (met, known bool) {
 	return met, known
 }
 
+// registers contains what a rule has loaded, by the first of the words of 4 bytes that it takes. What is missing is unknown.
+type registers map[uint32][]byte
+
+// word returns the first word of a register: there are 16 of 4 bytes each, and 4 that are the same as 4 of those.
+func word(register uint32) uint32 {
+	if register >= unix.NFT_REG32_00 {
+		return register - unix.NFT_REG32_00
+	}
+	return 4 * (register - unix.NFT_REG_1)
+}
+
+func words(bytes int) uint32 { return uint32(bytes+3) / 4 }
+
+func (r registers) load(register uint32, data []byte) { r[word(register)] = data }
+
+func (r registers) field(register uint32) []byte { return r[word(register)] }
+
+// fields returns the fields of a key as long as those of elements, or nil if one is not known.
+func (r registers) fields(register uint32, elements []nftables.SetElement) (fields [][]byte) {
+	length := 0 // of the keys; an element for all other keys has none
+	for _, e := range elements {
+		length = max(length, len(e.Key))
+	}
+	fields = [][]byte{}
+	for at, end := word(register), word(register)+words(length); at < end; {
+		field := r[at]
+		if field == nil {
+			return nil
+		}
+		fields = append(fields, field)
+		at += words(len(field))
+	}
+	return fields
+}
+
 // elements returns the elements of a set, and whether they are limits of intervals.
 func (f follower) elements(t *nftables.Table, name string) (elements []nftables.SetElement, interval bool, err error) {
 	set, err := f.conn.GetSetByName(t, name)
@@ -468,28 +514,46 @@ func (f follower) elements(t *nftables.Table, name string) (elements []nftables.
 		return nil, false, err
 	}
 	elements, err = f.conn.GetSetElements(set)
-	return elements, set.Interval, err
+	return elements, set.Interval && !set.Concatenation, err
 }
 
-// search returns the element that contains key. ok is false if that is not known.
-func search(elements []nftables.SetElement, interval bool, key []byte) (found *nftables.SetElement, ok bool) {
+// search returns the element that contains the key with these fields. ok is false if that is not known.
+func search(elements []nftables.SetElement, interval bool, key [][]byte) (found *nftables.SetElement, ok bool) {
 	if key == nil {
 		return nil, false
 	}
 
+	var others *nftables.SetElement // the element for all other keys
 	for i, e := range elements {
 		switch {
-		case len(e.Key) != len(key) || e.KeyEnd != nil:
-			return nil, false
-		case !interval && bytes.Equal(e.Key, key):
+		case len(e.Key) == 0:
+			others = &elements[i]
+		case !interval && contains(e, key):
 			return &elements[i], true
-		case !interval || bytes.Compare(e.Key, key) > 0:
+		case !interval || bytes.Compare(e.Key, key[0]) > 0:
 		case found == nil || bytes.Compare(e.Key, found.Key) > 0 || bytes.Equal(e.Key, found.Key) && found.IntervalEnd:
 			found = &elements[i] // the last limit before key, and the start of an interval rather than the end of one before
 		}
 	}
-	if found != nil && found.IntervalEnd {
-		found = nil
+	if found == nil || found.IntervalEnd {
+		return others, true
 	}
 	return found, true
+}
+
+// contains reports whether each field of the key is in the range of that field in the element.
+func contains(e nftables.SetElement, key [][]byte) bool {
+	last := e.KeyEnd
+	if last == nil {
+		last = e.Key
+	}
+	at := 0
+	for _, field := range key {
+		end := at + len(field)
+		if end > min(len(e.Key), len(last)) || bytes.Compare(field, e.Key[at:end]) < 0 || bytes.Compare(field, last[at:end]) > 0 {
+			return false
+		}
+		at += int(4 * words(len(field)))
+	}
+	return true
 }
