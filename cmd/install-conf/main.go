@@ -6,10 +6,12 @@
 package main
 
 import (
+	"encoding/json"
 	"fmt"
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"github.com/google/renameio/v2"
 )
@@ -30,7 +32,8 @@ func run(args []string, stderr io.Writer) int {
 	return 0
 }
 
-// install replaces dst by a copy of src that has the same mode. It does so atomically.
+// install replaces dst by a copy of src that has the same mode. It does so atomically. It refuses an empty file, and a CNI
+// configuration that is not JSON.
 func install(src, dst string) (err error) {
 	in, err := os.Open(src)
 	if err != nil {
@@ -44,6 +47,15 @@ func install(src, dst string) (err error) {
 	if !info.Mode().IsRegular() {
 		return fmt.Errorf("%s is not a regular file", src)
 	}
+	content, err := io.ReadAll(in)
+	switch {
+	case err != nil:
+		return err
+	case len(content) == 0:
+		return fmt.Errorf("%s is empty", src)
+	case slices.Contains([]string{".conflist", ".conf", ".json"}, filepath.Ext(dst)) && !json.Valid(content):
+		return fmt.Errorf("%s is not JSON", src)
+	}
 
 	// The temporary file is beside dst, because a file that is moved from a shared /tmp
 	// keeps the security label of /tmp.
@@ -53,7 +65,7 @@ func install(src, dst string) (err error) {
 		return err
 	}
 	defer func() { _ = out.Cleanup() }() // removes the temporary file after an error, and does nothing after the rename
-	if _, err := io.Copy(out, in); err != nil {
+	if _, err := out.Write(content); err != nil {
 		return fmt.Errorf("copy %s: %w", src, err)
 	}
 	return out.CloseAtomicallyReplace()

@@ -13,7 +13,7 @@ import (
 func TestInstall(t *testing.T) {
 	dir := t.TempDir()
 	src, dst := filepath.Join(dir, "src.json"), filepath.Join(dir, "net.d", "10-flannel.conflist")
-	if err := os.WriteFile(src, []byte("new"), 0o600); err != nil {
+	if err := os.WriteFile(src, []byte("{}"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.Chmod(src, 0o640); err != nil {
@@ -37,7 +37,7 @@ func TestInstall(t *testing.T) {
 		}
 		text, err := os.ReadFile(dst)
 		info, _ := os.Stat(dst)
-		if err != nil || string(text) != "new" || info.Mode().Perm() != 0o640 {
+		if err != nil || string(text) != "{}" || info.Mode().Perm() != 0o640 {
 			t.Errorf("%q, %v, %v; want the source's content and mode", text, info.Mode(), err)
 		}
 	}
@@ -52,7 +52,7 @@ func TestInstall(t *testing.T) {
 func TestInstallBeside(t *testing.T) {
 	dir := t.TempDir()
 	src, dst, tmp := filepath.Join(dir, "src.json"), filepath.Join(dir, "10-flannel.conflist"), filepath.Join(dir, "tmp")
-	if err := os.WriteFile(src, []byte("new"), 0o600); err != nil {
+	if err := os.WriteFile(src, []byte("{}"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.Mkdir(tmp, 0o700); err != nil {
@@ -69,6 +69,38 @@ func TestInstallBeside(t *testing.T) {
 	}
 	if info, err := os.Stat(tmp); err != nil || !info.ModTime().Equal(before) {
 		t.Errorf("there was a file in TMPDIR: %v, %v", info.ModTime(), err)
+	}
+}
+
+// TestBrokenSource checks that an empty or broken file does not replace the present one.
+func TestBrokenSource(t *testing.T) {
+	dir := t.TempDir()
+	src := filepath.Join(dir, "src")
+	for _, tt := range []struct{ dst, source, want string }{
+		{"10-flannel.conflist", "", "src is empty"},
+		{"10-flannel.conflist", `{"name": "cbr0", "plug`, "src is not JSON"},
+		{"flannel", "", "src is empty"},
+	} {
+		dst := filepath.Join(dir, tt.dst)
+		for file, content := range map[string]string{src: tt.source, dst: "old"} {
+			if err := os.WriteFile(file, []byte(content), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		var stderr strings.Builder
+		code := run([]string{src, dst}, &stderr)
+		if code != 1 || !strings.Contains(stderr.String(), tt.want) || strings.Count(stderr.String(), "\n") != 1 {
+			t.Errorf("%+v: exit code %d, %q", tt, code, stderr.String())
+		}
+		if text, err := os.ReadFile(dst); string(text) != "old" {
+			t.Errorf("%+v: the former file is %q now, %v", tt, text, err)
+		}
+	}
+	if entries, _ := os.ReadDir(dir); len(entries) != 3 {
+		t.Errorf("left behind: %v", entries)
+	}
+	if code := run([]string{os.Args[0], filepath.Join(dir, "flannel")}, os.Stderr); code != 0 {
+		t.Error("a program is not installed")
 	}
 }
 
