@@ -135,7 +135,7 @@ func testToolsNameTheFault(t *testing.T, backend string, family prefix.Family, m
 			defer cure()
 			f.expectPods(fault.cut)
 			f.expectTools(fault)
-			if slices.Contains([]string{"rule", "forwarding", "rp_filter"}, fault.check) { // the daemon sees these itself
+			if slices.Contains([]string{"rule", "forwarding", "rp_filter"}, fault.check) || fault.check == "route" && fault.cut { // the daemon sees these itself
 				f.expectNotReady()
 			}
 			cure()
@@ -269,6 +269,27 @@ func (f toolFaults) table() []toolFault {
 				return func() { f.ip("route", "del", "blackhole", half) }
 			},
 			doctor: "the route of packets from pods", check: "route", status: "the route of packets from pods",
+		},
+		{
+			name: "route takes packets as packets to this host", cut: true,
+			cause: func(f toolFaults) func() {
+				f.ip("route", "add", "local", f.ownB.String(), "dev", "lo")
+				return func() { f.ip("route", "del", "local", f.ownB.String(), "dev", "lo") }
+			},
+			doctor: "the route of packets from pods leads to dev lo", check: "route", status: "the route of packets from pods leads to dev lo",
+			also: []string{"the route of packets to pods drops them"}, // the kernel takes no packets with a source of its own
+		},
+		{
+			name: "rule skips the table main", cut: true,
+			cause: func(f toolFaults) func() {
+				f.ip("rule", "add", "to", f.ownB.String(), "goto", "32767", "pref", "5273")
+				f.ip("rule", "add", "lookup", "default", "pref", "32767")
+				return func() {
+					f.ip("rule", "del", "pref", "32767")
+					f.ip("rule", "del", "pref", "5273")
+				}
+			},
+			doctor: "the route of packets from pods refuses them", check: "route", status: "the route of packets from pods refuses them",
 		},
 		{
 			name: "route to a part of the other subnet", noPod: true, // the usual pods reach each other

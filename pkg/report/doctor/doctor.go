@@ -118,8 +118,18 @@ func CutOff(h Facts) (findings []Finding) {
 	if len(h.Ways) == 0 { // there are no pods
 		return nil
 	}
+	inPlace := map[netip.Prefix]bool{}
+	for _, p := range h.Report.Peers {
+		for _, s := range p.Subnets {
+			inPlace[s] = len(p.Objects) > 0 && p.State != status.Missing
+		}
+	}
+	// flanneld puts its own routes back, but cannot help if they are in place and the kernel does not use them.
+	lasts := func(w Way) bool {
+		return inPlace[w.Subnet] && (w.Route.Table == tableLocal || w.Route.Err != nil && !w.Back)
+	}
 	found := func(f Finding) {
-		if f.Serious && f.Word != "route" { // flanneld puts its routes back
+		if f.Serious && (f.Word != "route" || slices.ContainsFunc(h.Ways, func(w Way) bool { return lasts(w) && slices.Contains(f.Subnets, w.Subnet) })) {
 			findings = append(findings, f)
 		}
 	}

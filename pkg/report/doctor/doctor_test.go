@@ -365,6 +365,45 @@ func TestDoctor(t *testing.T) {
 	}
 }
 
+// TestCutOff checks which wrong routes the daemon tells of: those that it does not put right itself.
+func TestCutOff(t *testing.T) {
+	refused, local := Route{Err: syscall.ENETUNREACH}, Route{Dev: "lo", Table: tableLocal}
+	elsewhere := Route{Dev: "eth0", Via: netip.MustParseAddr("192.0.2.1"), Table: 254}
+	missing := func(h *Facts) { h.Report.Peers[0].State = status.Missing }
+	for name, tt := range map[string]struct {
+		out, back Route // empty for the right one
+		facts     func(*Facts)
+		want      bool
+	}{
+		"right routes":                        {},
+		"no table is looked up":               {out: refused, want: true},
+		"flanneld's route is missing":         {out: refused, facts: missing},
+		"no backend has routes":               {out: refused, facts: func(h *Facts) { h.Report.Peers[0].Objects = nil }},
+		"this host takes what pods send":      {out: local, want: true},
+		"this host takes what pods receive":   {back: local, want: true},
+		"a bridge without pods is down":       {back: refused},
+		"another route, which may lead there": {out: elsewhere},
+		"a rule takes packets, without a route": {out: Route{Dev: "vpn0", Table: 52}, facts: func(h *Facts) {
+			missing(h)
+			h.Rules = append(h.Rules, Rule{Family: prefix.IPv4, Priority: 5, Table: 52})
+		}, want: true},
+	} {
+		h := newHost(soundHost())
+		for i, route := range []Route{tt.out, tt.back} {
+			if route != (Route{}) {
+				h.Ways[i].Route = route
+				h.Ways[i].Sent = route
+			}
+		}
+		if tt.facts != nil {
+			tt.facts(&h)
+		}
+		if found := CutOff(h); len(found) > 0 != tt.want {
+			t.Errorf("%s: %+v, want a finding: %v", name, found, tt.want)
+		}
+	}
+}
+
 // TestSharedAddressConcernsItsPeers checks that a finding about a shared address names the subnets of the leases.
 func TestSharedAddressConcernsItsPeers(t *testing.T) {
 	h := newHost(soundHost())

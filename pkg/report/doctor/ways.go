@@ -218,7 +218,7 @@ func (h Facts) wayFinding(w Way, expected []Route) (f Finding, wrong bool) {
 		return cut("rp_filter", fmt.Sprintf("rp_filter is strict on %s, and the route back to %s leads elsewhere", w.In, origin),
 			fmt.Sprintf("sysctl -w net/ipv4/conf/all/rp_filter=2 net/ipv4/conf/%s/rp_filter=2 (and lines in /etc/sysctl.d)", w.In), w.Subnet), true
 	}
-	fix := fmt.Sprintf("ip route get %s from %s iif %s; ip route show table all; a running flanneld puts its own routes back", w.To, w.From, w.In)
+	fix := fmt.Sprintf("ip route get %s from %s iif %s; ip rule; ip route show table all; a running flanneld puts its own routes back", w.To, w.From, w.In)
 	if w.Part.IsValid() {
 		fix = fmt.Sprintf("ip route show table all root %s; if nothing needs the route, delete it", w.Part)
 	}

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package linux
+
+import (
+	"context"
+	"runtime"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
+)
+
+// TestKernelWatch checks which changes are announced: those that flanneld does not undo, and not those of routes like its own.
+func TestKernelWatch(t *testing.T) {
+	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
+	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+		t.Fatalf("make a network namespace: %v (this test needs root)", err)
+	}
+	shell(t, "ip link set lo up; ip link add eth0 type veth peer name eth1; ip link set eth1 up; ip link set eth0 up")
+	namespace, err := unix.Open("/proc/thread-self/ns/net", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	changed := make(chan struct{}, 100)
+	done := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread()
+		if err := unix.Setns(namespace, unix.CLONE_NEWNET); err != nil {
+			done <- err
+			return
+		}
+		done <- Watch(ctx, func() { changed <- struct{}{} })
+	}()
+
+	// The first announcements may come before Watch listens.
+	waittest.Until(t, 10*time.Second, "the first announcement", func() bool {
+		shell(t, "ip rule add pref 5 lookup 52; ip rule del pref 5")
+		return len(changed) > 0
+	})
+	for _, tt := range []struct {
+		change string
+		want   bool
+	}{
+		{"ip route add 10.5.1.0/24 dev eth0; ip route del 10.5.1.0/24", false},
+		{"ip route add local 10.5.2.0/24 dev lo", true},
+		{"ip route add blackhole 10.5.2.0/25", true},
+		{"ip route del blackhole 10.5.2.0/25", true},
+		{"ip rule del lookup main", true},
+		{"ip rule add pref 5 goto 32767", true},
+	} {
+		<-time.After(50 * time.Millisecond) // until earlier announcements have come
+		for len(changed) > 0 {
+			<-changed
+		}
+		shell(t, tt.change)
+		if tt.want {
+			waittest.Receive(t, 10*time.Second, tt.change, changed)
+		} else if <-time.After(50 * time.Millisecond); len(changed) > 0 {
+			t.Errorf("%s is announced", tt.change)
+		}
+	}
+	cancel()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}
