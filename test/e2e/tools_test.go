@@ -477,6 +477,11 @@ func (f toolFaults) table() []toolFault {
 			doctor: iptables + "-nft may drop forwarded packets of pods from ",
 		},
 		{
+			name:   "iptables-nft masquerades packets between pods", // they reach each other
+			cause:  iptablesFault(iptables+"-nft", "POSTROUTING", "-t", "nat", "-s", f.ownA.String(), "-o", f.dev, "-j", "MASQUERADE"),
+			doctor: iptables + "-nft rewrites the source of forwarded packets of pods from cni0 to " + f.dev,
+		},
+		{
 			name: "rules for services and ports of the host redirect packets",
 			cause: func(f toolFaults) func() {
 				const proxy = `*nat

@@ -28,6 +28,7 @@ const (
 	Accepts
 	Drops
 	Redirects // the packet gets another destination
+	Rewrites  // the packet gets another source
 	Returns
 	Jumps
 	GoesTo // jumps without a way back
@@ -43,7 +44,7 @@ type Step struct {
 
 // Outcome is what becomes of a packet in a chain.
 type Outcome struct {
-	Effect      Effect // Accepts, Drops or Redirects, or Continues if no rule decides
+	Effect      Effect // Accepts, Drops, Redirects or Rewrites, or Continues if no rule decides
 	Chain, Rule string // the rule that decides, and its chain
 	// Doubtful means that an earlier rule may have decided. It is not known whether the packet meets its conditions.
 	Doubtful bool
@@ -57,10 +58,10 @@ type Spot struct{ Chain, Rule string }
 // Blocks reports whether a rule keeps the packet from its destination.
 func (o Outcome) Blocks() bool { return o.Effect == Drops || o.Effect == Redirects }
 
-// Block returns what keeps p from its destination in a base chain with that policy, in upper or lower case. ok is false
-// if nothing does.
+// Block returns what keeps p from its destination in a base chain with that policy, in upper or lower case, or certainly
+// changes its source. ok is false if nothing does.
 func (o Outcome) Block(p Packet, base, policy string) (b Block, ok bool) {
-	b = Block{Packet: p, Chain: o.Chain, Rule: o.Rule, Redirects: o.Effect == Redirects, Doubtful: o.Doubtful}
+	b = Block{Packet: p, Chain: o.Chain, Rule: o.Rule, Redirects: o.Effect == Redirects, Rewrites: o.Effect == Rewrites, Doubtful: o.Doubtful}
 	if o.Effect == Continues && strings.EqualFold(policy, "drop") {
 		b.Chain = base
 		b.Rule = "policy " + policy
@@ -69,7 +70,7 @@ func (o Outcome) Block(p Packet, base, policy string) (b Block, ok bool) {
 	if !o.Blocks() && o.May != (Spot{}) {
 		return Block{Packet: p, Chain: o.May.Chain, Rule: o.May.Rule, Doubtful: true}, true
 	}
-	return b, o.Blocks()
+	return b, o.Blocks() || b.Rewrites && !b.Doubtful // before such a rule, kube-proxy returns by a mark
 }
 
 // Steps calls each with the rules of a chain, in their order, until it returns false. It returns an error if it cannot
@@ -87,7 +88,7 @@ func (all Steps) Follow(chain string, through ...string) (o Outcome, err error) 
 		if s.Met == No || s.Effect == Continues {
 			return true
 		}
-		doubtful := o.Doubtful || s.Met != Yes && s.Effect != Drops && s.Effect != Redirects
+		doubtful := o.Doubtful || s.Met != Yes && s.Effect != Drops && s.Effect != Redirects && s.Effect != Rewrites
 		next := Outcome{Effect: s.Effect, Chain: chain, Rule: s.Rule}
 		switch {
 		case s.Met == Seldom, s.Effect == Returns:

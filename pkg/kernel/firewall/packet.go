@@ -41,5 +41,6 @@ type Block struct {
 	Table, Chain string
 	Rule         string
 	Redirects    bool // it gives the packet another destination, and does not drop it
+	Rewrites     bool // it gives the packet another source, and does not drop it
 	Doubtful     bool // an earlier rule may accept the packet
 }

@@ -300,6 +300,9 @@ func TestDoctor(t *testing.T) {
 		{name: "firewall redirects packets of pods", facts: func(h *Facts) {
 			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "flannel.1", Out: "cni0", Src: remote, Dst: pod}, Program: "iptables-nft", Table: "nat", Chain: "PREROUTING", Rule: "-j DNAT", Redirects: true}}
 		}, want: "iptables-nft redirects forwarded packets of pods from flannel.1 to cni0 in chain PREROUTING of table nat: -j DNAT", fix: "iptables-nft -t nat -I PREROUTING -d 10.5.0.0/16 -j ACCEPT", word: "firewall"},
+		{name: "firewall rewrites the source of packets of pods", facts: func(h *Facts) {
+			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "cni0", Out: "flannel.1", Src: pod, Dst: remote}, Program: "iptables-nft", Table: "nat", Chain: "POSTROUTING", Rule: "-j MASQUERADE", Rewrites: true}}
+		}, want: "iptables-nft rewrites the source of forwarded packets of pods from cni0 to flannel.1 in chain POSTROUTING of table nat: -j MASQUERADE: pods", fix: "iptables-nft -t nat -I POSTROUTING -s 10.5.0.0/16 -d 10.5.0.0/16 -j ACCEPT"},
 		{name: "firewall may redirect packets of pods", facts: func(h *Facts) {
 			h.Blocks = []firewall.Block{{Packet: firewall.Packet{In: "cni0", Out: "flannel.1", Src: pod, Dst: remote}, Program: "nft", Table: "ip x", Chain: "y", Rule: "z", Redirects: true, Doubtful: true}}
 		}, want: "nft may redirect forwarded packets of pods", fix: "nft insert rule ip x y ip daddr 10.5.0.0/16 accept"},

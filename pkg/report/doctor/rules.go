@@ -55,7 +55,7 @@ func (h Facts) blocks(found finder) {
 		program := b.Program
 		fix := h.accept(b)
 		permanently := fix + " (and make it permanent in the firewall's own settings)"
-		if strings.HasSuffix(b.Table, " firewalld") && !b.Redirects {
+		if strings.HasSuffix(b.Table, " firewalld") && !b.Redirects && !b.Rewrites {
 			program = "firewalld"
 			fix = h.trust()
 			permanently = fix
@@ -92,9 +92,12 @@ func (h Facts) blocks(found finder) {
 		}
 
 		where := fmt.Sprintf("%s in chain %s of table %s: %s", what, b.Chain, b.Table, b.Rule)
-		if b.Doubtful {
+		switch {
+		case b.Rewrites:
+			found(note(fmt.Sprintf("%s rewrites the source of %s: pods of other hosts see another address, and may not reach it", program, where), permanently))
+		case b.Doubtful:
 			found(note(fmt.Sprintf("%s may %s %s", program, verb, where), permanently))
-		} else {
+		default:
 			found(cut("firewall", fmt.Sprintf("%s %ss %s", program, verb, where), permanently, subnets...))
 		}
 	}
@@ -124,6 +127,9 @@ func (h Facts) accept(b firewall.Block) string {
 	case !b.Forwarded():
 		inNFTables = fmt.Sprintf("udp dport %d", b.Port)
 		inIPTables = fmt.Sprintf("-p udp --dport %d", b.Port)
+	case b.Rewrites: // packets to other networks must still be masqueraded
+		inNFTables = fmt.Sprintf("%[1]s saddr %[2]s %[1]s daddr %[2]s", ip, network)
+		inIPTables = fmt.Sprintf("-s %[1]s -d %[1]s", network)
 	case b.Redirects: // packets from pods to services must still be redirected
 		inNFTables = fmt.Sprintf("%s daddr %s", ip, network)
 		inIPTables = fmt.Sprintf("-d %s", network)

@@ -4,6 +4,7 @@ package iptables
 
 import (
 	"context"
+	"fmt"
 	"maps"
 	"slices"
 	"strconv"
@@ -64,12 +65,16 @@ func blocked(text string, p firewall.Packet) (b firewall.Block, ok bool) {
 	}
 
 	after := "" // no chain
+	source := ""
 	if p.Out != "" {
 		after = "POSTROUTING"
 	}
+	if p.Forwarded() {
+		source = after
+	}
 
 	for _, at := range []struct{ table, hook string }{
-		{"raw", first}, {"mangle", first}, {"nat", first}, {"mangle", last}, {"filter", last}, {"mangle", after},
+		{"raw", first}, {"mangle", first}, {"nat", first}, {"mangle", last}, {"filter", last}, {"mangle", after}, {"nat", source},
 	} {
 		found, blocks := d[at.table].follow(at.hook, p).Block(p, at.hook, policyOf(text, at.table, at.hook))
 		if blocks && !strings.HasPrefix(found.Chain, dockerChains) && (!ok || !found.Doubtful) {
@@ -143,8 +148,10 @@ func meets(c condition, p firewall.Packet) firewall.Answer {
 	case "--ctstate", "--state":
 		return is(slices.Contains(strings.Split(c.value, ","), "NEW"))
 	case "--mark":
-		// The packet has no mark, but an earlier rule may set one. A rule with "!" is usually about that.
-		if value, _, _ := strings.Cut(c.value, "/"); !c.not && value != "0x0" && value != "0" {
+		// The packet has no mark, but an earlier rule may set one. A rule with "!" is usually about that, unless it is that of
+		// kube-proxy, which does not masquerade without its mark.
+		value, _, _ := strings.Cut(c.value, "/")
+		if value != "0x0" && value != "0" && (!c.not || c.value == fmt.Sprintf("%#[1]x/%#[1]x", firewall.Mark)) {
 			return firewall.No
 		}
 

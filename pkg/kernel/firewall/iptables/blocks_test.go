@@ -86,6 +86,48 @@ func TestBlockedOnTheWayOut(t *testing.T) {
 	}
 }
 
+// TestRewritten checks which rule gives packets between pods another source.
+func TestRewritten(t *testing.T) {
+	own, other := netip.MustParseAddr("10.5.49.2"), netip.MustParseAddr("10.5.7.2")
+	out := firewall.Packet{In: "cni0", Out: "flannel.1", Src: own, Dst: other, Protocol: firewall.TCP, Port: 1}
+	back := firewall.Packet{In: "flannel.1", Out: "cni0", Src: other, Dst: own, Protocol: firewall.TCP, Port: 1}
+	// The rules of flanneld, kube-proxy and portmap.
+	const usual = `-A POSTROUTING -m comment --comment "flanneld masq" -j FLANNEL-POSTRTG
+-A POSTROUTING -m comment --comment "kubernetes postrouting rules" -j KUBE-POSTROUTING
+-A POSTROUTING -m comment --comment "CNI portfwd requiring masquerade" -j CNI-HOSTPORT-MASQ
+-A POSTROUTING -s 172.17.0.0/16 ! -o docker0 -j MASQUERADE
+-A FLANNEL-POSTRTG -m mark --mark 0x4000/0x4000 -m comment --comment "flanneld masq" -j RETURN
+-A FLANNEL-POSTRTG -s 10.5.49.0/24 -d 10.5.0.0/16 -m comment --comment "flanneld masq" -j RETURN
+-A FLANNEL-POSTRTG -s 10.5.0.0/16 -d 10.5.49.0/24 -m comment --comment "flanneld masq" -j RETURN
+-A FLANNEL-POSTRTG -s 10.5.0.0/16 ! -d 224.0.0.0/4 -m comment --comment "flanneld masq" -j MASQUERADE --random-fully
+-A KUBE-POSTROUTING -m mark ! --mark 0x4000/0x4000 -j RETURN
+-A KUBE-POSTROUTING -j MARK --set-xmark 0x4000/0x0
+-A KUBE-POSTROUTING -m comment --comment "kubernetes service traffic requiring SNAT" -j MASQUERADE --random-fully
+-A CNI-HOSTPORT-MASQ -m mark --mark 0x2000/0x2000 -j MASQUERADE
+`
+	for name, tt := range map[string]struct {
+		rules  string
+		packet firewall.Packet
+		want   string
+	}{
+		"usual rules":            {packet: out},
+		"usual rules, received":  {packet: back},
+		"another address":        {rules: "-A POSTROUTING -o flannel.1 -j SNAT --to-source 192.0.2.9\n", packet: out, want: "-o flannel.1 -j SNAT --to-source 192.0.2.9"},
+		"another device":         {rules: "-A POSTROUTING -o eth0 -j MASQUERADE\n", packet: out},
+		"Docker with the subnet": {rules: "-A POSTROUTING -s 10.5.49.0/24 ! -o docker0 -j MASQUERADE\n", packet: out, want: "-s 10.5.49.0/24 ! -o docker0 -j MASQUERADE"},
+		"Docker, received":       {rules: "-A POSTROUTING -s 10.5.49.0/24 ! -o docker0 -j MASQUERADE\n", packet: back},
+		"Docker, sent by a host": {rules: "-A POSTROUTING -s 10.5.49.0/24 ! -o docker0 -j MASQUERADE\n", packet: firewall.Packet{Out: "eth0", Src: own, Dst: other}},
+		"accepted before Docker": {rules: "-A POSTROUTING -d 10.5.0.0/16 -j ACCEPT\n-A POSTROUTING -s 10.5.49.0/24 -j MASQUERADE\n", packet: out},
+	} {
+		for _, rules := range []string{tt.rules + usual, usual + tt.rules} {
+			b, ok := blocked("*nat\n:POSTROUTING ACCEPT [0:0]\n:FLANNEL-POSTRTG - [0:0]\n:KUBE-POSTROUTING - [0:0]\n:CNI-HOSTPORT-MASQ - [0:0]\n"+rules+"COMMIT\n", tt.packet)
+			if ok != (tt.want != "") || b.Rule != tt.want || b.Rewrites != ok || b.Redirects {
+				t.Errorf("%s: %+v, %v, want %q", name, b, ok, tt.want)
+			}
+		}
+	}
+}
+
 // redirections contains rules of kube-proxy for a Service with a port of the Node, and of portmap and Docker for ports of the host.
 const redirections = `-A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
 -A PREROUTING -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT
@@ -196,7 +238,7 @@ func TestKernelQueues(t *testing.T) {
 			"--queue-balance 7:9":                "-j NFQUEUE --queue-balance 7:9 (no program reads queue 8)",
 			"--queue-balance 6:7 --queue-bypass": "",
 		} {
-			// What a program reads does not reach the second rule.
+			// Packets that a program reads do not reach the second rule.
 			firewalltest.Shell(t, v.Program(prefix.IPv4)+" -A FORWARD -j NFQUEUE "+options+"; "+v.Program(prefix.IPv4)+" -A FORWARD -j DROP")
 			blocks, err := Blocks(t.Context(), []firewall.Packet{pods})
 			if err != nil || len(blocks) != min(len(want), 1) || want != "" && blocks[0].Rule != want {

@@ -14,6 +14,7 @@ import (
 var effects = map[string]firewall.Effect{
 	"ACCEPT": firewall.Accepts, "DROP": firewall.Drops, "REJECT": firewall.Drops, "RETURN": firewall.Returns,
 	"DNAT": firewall.Redirects, "REDIRECT": firewall.Redirects, "NETMAP": firewall.Redirects,
+	"SNAT": firewall.Rewrites, "MASQUERADE": firewall.Rewrites,
 }
 
 // follow returns what becomes of p in a chain.

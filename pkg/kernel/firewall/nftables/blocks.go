@@ -151,7 +151,7 @@ func (f follower) passes(c *nftables.Chain) bool {
 		return false
 	}
 	changesSources := *c.Hooknum == *nftables.ChainHookPostrouting || *c.Hooknum == *nftables.ChainHookInput
-	if c.Type == nftables.ChainTypeNAT && changesSources {
+	if c.Type == nftables.ChainTypeNAT && changesSources && !f.packet.Forwarded() {
 		return false
 	}
 
@@ -272,7 +272,7 @@ var effects = map[expr.VerdictKind]firewall.Effect{
 // step returns what a rule does with the packet.
 func (f follower) step(r *nftables.Rule) (s firewall.Step, err error) {
 	loaded := registers{}
-	seldom := false // what is not known is true for few packets
+	seldom := false // a condition that is not known is true for few packets
 	s = firewall.Step{Met: firewall.Yes, Rule: fmt.Sprintf("the rule with handle %d", r.Handle)}
 	for _, e := range r.Exprs {
 		met := true
@@ -288,11 +288,12 @@ func (f follower) step(r *nftables.Rule) (s firewall.Step, err error) {
 			return s, nil
 		case *expr.Queue: // the number may also be in a register, which the library does not read
 			return Queue(s, int(e.Num), int(e.Num+max(e.Total, 1)-1), e.Total == 0 || e.Flag&expr.QueueFlagBypass != 0), nil
-		case *expr.NAT, *expr.Redir:
+		case *expr.NAT, *expr.Redir, *expr.Masq:
+			s.Effect = firewall.Rewrites
 			if redirects(e) {
 				s.Effect = firewall.Redirects
-				return s, nil
 			}
+			return s, nil
 		case *expr.Immediate:
 			loaded.load(e.Register, e.Data)
 		case *expr.Meta:
@@ -472,7 +473,8 @@ func compare(e *expr.Cmp, have []byte) (met, known bool) {
 	return met, known
 }
 
-// registers contains what a rule has loaded, by the first of the words of 4 bytes that it takes. What is missing is unknown.
+// registers contains what a rule has loaded, by the first of the words of 4 bytes that it takes. A value
+// that is missing is unknown.
 type registers map[uint32][]byte
 
 // word returns the first word of a register: there are 16 of 4 bytes each, and 4 that are the same as 4 of those.

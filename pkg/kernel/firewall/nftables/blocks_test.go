@@ -55,6 +55,7 @@ func TestKernelBlocks(t *testing.T) {
 		want     string // chain and rule; empty if the packet passes
 		doubtful bool
 		redirect bool
+		rewrite  bool
 	}{
 		"no rules":                            {packet: tunnel},
 		"drop of the port":                    {table: "chain in { type filter hook input priority 0 ; udp dport 8472 drop ; }", packet: tunnel, want: "in the rule with handle"},
@@ -112,7 +113,11 @@ func TestKernelBlocks(t *testing.T) {
 		"redirection of a port":               {table: "chain pre { type nat hook prerouting priority dstnat ; udp dport 53 dnat ip to 10.5.49.2 ; }", packet: pods, want: "pre the rule with handle", redirect: true},
 		"redirection of a host's port":        {table: "chain pre { type nat hook prerouting priority dstnat ; ip daddr 192.0.2.1 tcp dport 80 dnat ip to 10.5.49.2 ; }", packet: pods},
 		"redirection after accept":            {table: "chain pre { type nat hook prerouting priority dstnat ; ip daddr 10.5.0.0/16 accept ; dnat ip to 192.0.2.9 ; }", packet: pods},
-		"masquerading":                        {table: "chain post { type nat hook postrouting priority srcnat ; masquerade ; }", packet: pods},
+		"masquerading":                        {table: "chain post { type nat hook postrouting priority srcnat ; masquerade ; }", packet: pods, want: "post the rule with handle", rewrite: true},
+		"another source":                      {family: "ip", table: "chain post { type nat hook postrouting priority srcnat ; oifname cni0 snat to 192.0.2.9 ; }", packet: pods, want: "post the rule with handle", rewrite: true},
+		"masquerading of sent packets":        {table: "chain post { type nat hook postrouting priority srcnat ; masquerade ; }", packet: sent},
+		"masquerading of others":              {family: "ip", table: "chain post { type nat hook postrouting priority srcnat ; ip saddr 10.5.0.0/16 ip daddr 10.5.0.0/16 return ; masquerade ; }", packet: pods},
+		"masquerading by a mark":              {family: "ip", table: "chain post { type nat hook postrouting priority srcnat ; meta mark & 0x4000 == 0 return ; meta mark set meta mark ^ 0x4000 ; masquerade fully-random ; }", packet: pods},
 		"kube-proxy and portmap":              {family: "ip", table: kubeProxy, packet: back},
 		"drop at ingress of inet":             {table: "chain early { type filter hook ingress device eth0 priority 0 ; udp dport 8472 drop ; }", packet: tunnel6, want: "early the rule with handle"},
 	} {
@@ -126,8 +131,8 @@ func TestKernelBlocks(t *testing.T) {
 		if len(blocks) > 0 {
 			b = blocks[0]
 		}
-		if len(blocks) > 1 || (len(blocks) > 0) != (tt.want != "") || !strings.HasPrefix(b.Chain+" "+b.Rule, tt.want) || b.Doubtful != tt.doubtful || b.Redirects != tt.redirect {
-			t.Errorf("%s: %+v, want %q, doubtful %v, redirects %v", name, blocks, tt.want, tt.doubtful, tt.redirect)
+		if len(blocks) > 1 || (len(blocks) > 0) != (tt.want != "") || !strings.HasPrefix(b.Chain+" "+b.Rule, tt.want) || b.Doubtful != tt.doubtful || b.Redirects != tt.redirect || b.Rewrites != tt.rewrite {
+			t.Errorf("%s: %+v, want %q, doubtful %v, redirects %v, rewrites %v", name, blocks, tt.want, tt.doubtful, tt.redirect, tt.rewrite)
 		}
 		firewalltest.Shell(t, "nft 'delete table "+table+"'")
 	}
