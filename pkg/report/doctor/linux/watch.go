@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -32,17 +33,16 @@ func Watch(ctx context.Context, changed func()) error {
 			return fmt.Errorf("join netlink group %d: %w", group, err)
 		}
 	}
+	if err := dropUnicastRoutes(fd); err != nil {
+		return fmt.Errorf("filter the announcements of routes: %w", err)
+	}
 	stop := context.AfterFunc(ctx, func() { _ = socket.Close() })
 	defer stop()
 
 	// The rest of a message is not needed. Each network waits here: the library would keep 64 kB for each of them.
-	var message [unix.SizeofNlMsghdr + unix.SizeofRtMsg]byte
-	const typeOfMessage, typeOfRoute = 4, unix.SizeofNlMsghdr + 7
+	var message [1]byte
 	for {
-		_, err := socket.Read(message[:])
-		typ := binary.NativeEndian.Uint16(message[typeOfMessage:])
-		switch {
-		case err == nil && (typ == unix.RTM_NEWROUTE || typ == unix.RTM_DELROUTE) && message[typeOfRoute] == unix.RTN_UNICAST: // as that of a peer
+		switch _, err := socket.Read(message[:]); {
 		case err == nil, errors.Is(err, unix.ENOBUFS): // announcements were lost
 			changed()
 		case ctx.Err() != nil:
@@ -51,4 +51,23 @@ func Watch(ctx context.Context, changed func()) error {
 			return fmt.Errorf("read from a netlink socket: %w", err)
 		}
 	}
+}
+
+// dropUnicastRoutes makes the kernel drop announcements of routes such as those to peers, of which a start makes thousands.
+func dropUnicastRoutes(fd int) error {
+	const typeOfMessage, typeOfRoute = 4, unix.SizeofNlMsghdr + 7
+	asLoaded := func(typ uint16) uint32 { // filters read all numbers as big-endian
+		return uint32(binary.BigEndian.Uint16(binary.NativeEndian.AppendUint16(nil, typ)))
+	}
+	const load, equal, accept = unix.BPF_LD | unix.BPF_ABS, unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, unix.BPF_RET | unix.BPF_K
+	program := []unix.SockFilter{
+		{Code: load | unix.BPF_H, K: typeOfMessage},
+		{Code: equal, Jt: 1, K: asLoaded(unix.RTM_NEWROUTE)},
+		{Code: equal, Jf: 2, K: asLoaded(unix.RTM_DELROUTE)},
+		{Code: load | unix.BPF_B, K: typeOfRoute},
+		{Code: equal, Jt: 1, K: unix.RTN_UNICAST},
+		{Code: accept, K: math.MaxUint32},
+		{Code: accept, K: 0},
+	}
+	return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]})
 }
