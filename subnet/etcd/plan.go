@@ -126,13 +126,12 @@ func (p plan) outdated(e *entry, running ownLease) bool {
 	return e.createRevision < p.keep.createRevision
 }
 
-// overlapsOlder reports whether an older lease or reservation of another node has one of e's
+// overlapsOlder reports whether an older lease or reservation of another node has a part of one of e's
 // subnets. A key names the subnets of both families, so two nodes that choose the same IPv4 subnet
-// and different IPv6 subnets write different keys.
+// and different IPv6 subnets write different keys. So do two nodes that choose while SubnetLen changes.
 func overlapsOlder(e *entry, ours func(*entry) bool, entries []*entry) bool {
 	return slices.ContainsFunc(entries, func(other *entry) bool {
-		return other.createRevision < e.createRevision && other.err == nil && !ours(other) &&
-			slices.ContainsFunc(other.subnets, func(s netip.Prefix) bool { return slices.Contains(e.subnets, s) })
+		return other.createRevision < e.createRevision && other.err == nil && !ours(other) && overlap(other.subnets, e.subnets)
 	})
 }
 

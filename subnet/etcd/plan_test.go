@@ -35,7 +35,7 @@ func TestChoose(t *testing.T) {
 	a, b := leased(node("10.5.1.0-24", "192.0.2.1")), leased(node("10.5.2.0-24", "192.0.2.1"))
 	other, outside := leased(node("10.5.3.0-24", "192.0.2.3")), leased(node("10.6.3.0-24", "192.0.2.1"))
 	reserved, second := node("10.5.7.0-24", "192.0.2.1"), node("10.5.8.0-24", "192.0.2.1")
-	misplaced := node("10.6.7.0-24", "192.0.2.1")
+	misplaced, wide := node("10.6.7.0-24", "192.0.2.1"), leased(node("10.5.0.0-23", "192.0.2.3"))
 	at := func(e *entry, revision int64) *entry {
 		copied := new(*e)
 		copied.createRevision = revision
@@ -89,6 +89,8 @@ func TestChoose(t *testing.T) {
 		{name: "older lease is stale if the host takes its subnet again", running: running, wanted: b.subnets, entries: []*entry{at(a, 9), other}, take: b.subnets, stale: 1},
 		{name: "lease that is younger than the former one stays", running: running, wanted: b.subnets, entries: []*entry{at(a, 11), other}, take: b.subnets, twin: a.key},
 		{name: "two older leases are stale", wanted: prefixtest.Parse("10.5.9.0/24"), entries: []*entry{a, b, other}, take: prefixtest.Parse("10.5.9.0/24"), stale: 2},
+		{name: "own lease in a younger one of another length stays", entries: []*entry{at(a, 3), at(wide, 4)}, keep: a.key},
+		{name: "own lease in an older one of another length is stale", entries: []*entry{at(a, 4), at(wide, 3)}, stale: 1},
 		{name: "the only key that may be written", may: only("10.5.9.0-24", other.key), entries: []*entry{other}, take: prefixtest.Parse("10.5.9.0/24")},
 		{name: "none of the other keys", may: only(reserved.key), entries: []*entry{a, other}, take: reserved.subnets},
 	} {
