@@ -328,6 +328,9 @@ func TestSocket(t *testing.T) {
 	}
 }
 
+// unlinker is what a net.UnixListener can do beside a net.Listener.
+type unlinker interface{ SetUnlinkOnClose(unlink bool) }
+
 // TestSocketThatIsFreedLater stands for the start after a crash, when a child of the former process still
 // has its socket.
 func TestSocketThatIsFreedLater(t *testing.T) {
@@ -336,7 +339,7 @@ func TestSocketThatIsFreedLater(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	former.(interface{ SetUnlinkOnClose(bool) }).SetUnlinkOnClose(false)
+	former.(unlinker).SetUnlinkOnClose(false)
 	time.AfterFunc(100*time.Millisecond, func() { former.Close() })
 
 	ln, err := status.Listen(t.Context(), path)
@@ -352,7 +355,7 @@ func TestSocketLeftBehindIsReplaced(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ln.(interface{ SetUnlinkOnClose(bool) }).SetUnlinkOnClose(false)
+	ln.(unlinker).SetUnlinkOnClose(false)
 	ln.Close()
 	if _, err := os.Stat(path); err != nil {
 		t.Fatal(err)
