@@ -48,6 +48,12 @@ func WhileInUse(ctx context.Context, try func() (inUse bool)) {
 	}
 }
 
+// UntilNext returns the time until the next of the moments that are a multiple of period. What several networks of a
+// process do regularly, they do at these moments, because waking up for each of them would cost more.
+func UntilNext(period time.Duration) time.Duration {
+	return period - time.Duration(time.Now().UnixNano())%period
+}
+
 // Vary returns a random time that is shorter or longer than d by up to the given share, so
 // that hosts do not act at the same moment.
 func Vary(d time.Duration, share float64) time.Duration {

@@ -142,3 +142,15 @@ func TestSignal(t *testing.T) {
 		}
 	}
 }
+
+// TestUntilNext expects callers that come at different times to wait until the same moment.
+func TestUntilNext(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) { // begins at a full minute
+		for _, want := range []time.Duration{time.Minute, 40 * time.Second, 20 * time.Second, time.Minute} {
+			if left := UntilNext(time.Minute); left != want {
+				t.Errorf("%v until the next minute, want %v", left, want)
+			}
+			time.Sleep(20 * time.Second)
+		}
+	})
+}

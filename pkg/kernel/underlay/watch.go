@@ -80,6 +80,9 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 			usable(facts.cannotSend(f.now))
 		}
 
+		if again == checkPeriod { // all networks check at the same moments, and so share the reads
+			again = wait.UntilNext(checkPeriod)
+		}
 		if wait.For(ctx, max(leastRest, restFactor*cost)) != nil || wait.ForOr(ctx, again, notified) != nil {
 			return nil
 		}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/loop"
 	"github.com/flanneld/flanneld/pkg/base/subnetfile"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/daemon/internal/lastknown"
 )
 
@@ -56,13 +57,7 @@ func (k *fileKeeper) step(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return nextCheck(time.Now())
-}
-
-// nextCheck returns the time until the next check. All networks of a process check their files at the
-// same moments, because waking up for each of them would cost more than the checks.
-func nextCheck(now time.Time) loop.After {
-	return loop.After(fileCheck - time.Duration(now.UnixNano())%fileCheck)
+	return loop.After(wait.UntilNext(fileCheck))
 }
 
 // subnetFile returns the wanted content of the subnet file.
