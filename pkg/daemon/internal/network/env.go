@@ -42,15 +42,18 @@ type Host struct {
 	Started  time.Time
 	Probes   *paths.Limit  // limits the probes of paths of all networks
 	PathMTUs *rate.Limiter // limits the probes of path MTUs of all networks
+	pods     podSources    // of all networks
 }
 
 // NewHost returns the Host of a process that begins now. tuner may be nil: the Go runtime then stays as it
 // is.
 func NewHost(journal *status.Journal, tuner *tune.Tuner) *Host {
-	return &Host{
+	h := &Host{
 		Firewall: keeper.NewHost(), Underlay: &underlay.Reader{}, Journal: journal, Tuner: cmp.Or(tuner, &tune.Tuner{}),
 		Started: time.Now(), Probes: paths.NewLimit(), PathMTUs: pathmtu.NewLimit(),
 	}
+	h.pods.addresses.Rest = addressesRest
+	return h
 }
 
 // surroundings is what else a network uses of its host. The scripts of tests have another one.

@@ -5,7 +5,6 @@ package network
 import (
 	"context"
 	"errors"
-	"sync"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -25,22 +24,30 @@ const (
 	lookShare                = 100
 	// settlePause is the time between an announcement and the look. A VPN that connects announces several.
 	settlePause = time.Second
+	// addressesRest is the least time between two reads of the addresses of this host. Networks start shortly after each
+	// other, and share reads. Even if a look counted this time as its cost, the time after it would be lookPause.
+	addressesRest = lookPause / lookShare / 2
 )
+
+// podSources is what the networks of a process share to watch their pods.
+type podSources struct {
+	changes   wait.Shared // of the rules and settings of other programs
+	addresses linux.Addresses
+}
 
 // watchPods reports whether rules or settings of other programs keep packets from pods although all objects of flanneld
 // are in place. It looks when a session has started, and after each announcement of such a change. A problem is looked at
 // again until it is gone, because not everything that may end it is announced.
 func (n *Network) watchPods(ctx context.Context) {
 	log := klog.FromContext(ctx)
-	changed := wait.NewSignal()
+	changed, _, err := n.host.pods.changes.Join(linux.Watch)
+	if err != nil {
+		log.Error(err, "cannot watch the rules and settings of other programs")
+		changed = wait.NewSignal()
+	} else {
+		defer n.host.pods.changes.Leave(changed)
+	}
 	changed.Send()
-	var wg sync.WaitGroup
-	defer wg.Wait()
-	wg.Go(func() {
-		if err := linux.Watch(ctx, changed.Send); err != nil {
-			log.Error(err, "cannot watch the rules and settings of other programs")
-		}
-	})
 
 	var before string
 	looked := false // while there was a session
@@ -84,7 +91,7 @@ func (n *Network) watchPods(ctx context.Context) {
 // thousands of peers takes memory, so it asks for one only if there are pods.
 func (n *Network) cutOff(ctx context.Context) (problem string, known bool) {
 	now, _ := n.state.Get()
-	if !linux.HasPods(statusLease(now.Own).Subnets) {
+	if !n.host.pods.addresses.HasPods(ctx, statusLease(now.Own).Subnets) {
 		return "", true
 	}
 

@@ -19,6 +19,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/base/oneline"
 	"github.com/flanneld/flanneld/pkg/base/prefix"
+	"github.com/flanneld/flanneld/pkg/base/wait"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/iptables"
 	"github.com/flanneld/flanneld/pkg/kernel/firewall/nftables"
@@ -203,11 +204,17 @@ func bridges(r status.Report) ([]doctor.Bridge, error) {
 	return found, nil
 }
 
+// Addresses lets several networks share reads of the addresses of this host.
+type Addresses struct{ wait.Batch[[]netlink.Addr] }
+
 // HasPods reports whether a bridge has an address in a subnet of this host. It does not list the links: a host with a
-// hundred networks has hundreds, and each network asks.
-func HasPods(subnets []netip.Prefix) bool {
-	addrs, err := dump(addresses)
-	return err == nil && slices.ContainsFunc(addrs, func(a netlink.Addr) bool {
+// hundred networks has hundreds.
+func (s *Addresses) HasPods(ctx context.Context, subnets []netip.Prefix) bool {
+	addrs := s.Do(ctx, func(context.Context) []netlink.Addr {
+		all, _ := dump(addresses) // nil with an error
+		return all
+	})
+	return slices.ContainsFunc(addrs, func(a netlink.Addr) bool {
 		p, ok := toPrefix(a.IPNet)
 		if !ok || !slices.ContainsFunc(subnets, func(own netip.Prefix) bool { return own.Contains(p.Addr()) }) {
 			return false

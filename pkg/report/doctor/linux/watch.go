@@ -3,54 +3,52 @@
 package linux
 
 import (
-	"context"
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"math"
 	"os"
+	"sync"
 
 	"golang.org/x/sys/unix"
 )
 
 // Watch calls changed after each announcement of what Pods reads: rules for routing tables, routes of other kinds than those
 // to peers, such as those that drop packets, and the settings of devices for forwarding and the reverse-path filter. Policies
-// of IPsec have announcements of another kind, which it leaves out. It returns nil when ctx ends.
-func Watch(ctx context.Context, changed func()) error {
+// of IPsec have announcements of another kind, which it leaves out. stop returns after the last call of changed.
+func Watch(changed func()) (stop func(), err error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
 	if err != nil {
-		return fmt.Errorf("open a netlink socket: %w", err)
+		return nil, fmt.Errorf("open a netlink socket: %w", err)
 	}
 	socket := os.NewFile(uintptr(fd), "netlink")
-	defer socket.Close()
-	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil { // otherwise nothing is announced to it
-		return fmt.Errorf("bind a netlink socket: %w", err)
-	}
+	err = unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}) // otherwise nothing is announced to it
+	err = cmp.Or(err, dropUnicastRoutes(fd))
 	for _, group := range []int{
 		unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV6_RULE, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE, unix.RTNLGRP_IPV4_NETCONF, unix.RTNLGRP_IPV6_NETCONF,
 	} {
-		if err := unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, group); err != nil {
-			return fmt.Errorf("join netlink group %d: %w", group, err)
-		}
+		err = cmp.Or(err, unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, group))
 	}
-	if err := dropUnicastRoutes(fd); err != nil {
-		return fmt.Errorf("filter the announcements of routes: %w", err)
+	if err != nil {
+		_ = socket.Close()
+		return nil, fmt.Errorf("subscribe to changes of rules and settings: %w", err)
 	}
-	stop := context.AfterFunc(ctx, func() { _ = socket.Close() })
-	defer stop()
 
-	// The rest of a message is not needed. Each network waits here: the library would keep 64 kB for each of them.
-	var message [1]byte
-	for {
-		switch _, err := socket.Read(message[:]); {
-		case err == nil, errors.Is(err, unix.ENOBUFS): // announcements were lost
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		var message [1]byte // the rest of a message is not needed
+		for {
+			if _, err := socket.Read(message[:]); err != nil && !errors.Is(err, unix.ENOBUFS) { // then announcements were lost
+				return
+			}
 			changed()
-		case ctx.Err() != nil:
-			return nil
-		default:
-			return fmt.Errorf("read from a netlink socket: %w", err)
 		}
-	}
+	})
+	return func() {
+		_ = socket.Close()
+		wg.Wait()
+	}, nil
 }
 
 // dropUnicastRoutes makes the kernel drop announcements of routes such as those to peers, of which a start makes thousands.
