@@ -119,21 +119,22 @@ func TestInitiate(t *testing.T) {
 func TestInitiateReplaced(t *testing.T) {
 	for _, know := range [][]int{{0, 1}, {0}, {1}} {
 		t.Run(fmt.Sprintf("known to %v", know), func(t *testing.T) {
-			t.Parallel()
-			ends := newEnds(t, key(8), key(16))
-			for i := range ends {
-				ends[i].addPeer(t, ends[1-i], i+1, 0, true)
-			}
-			waittest.Until(t, 4*time.Second, "session", func() bool { return ends[0].hasSession(t, ends[1]) && ends[1].hasSession(t, ends[0]) })
-			<-time.After(4 * latency) // a peer drops handshakes that follow each other too closely
-			since := time.Now()
-			for _, i := range know {
-				public := ends[1-i].key.PublicKey()
-				ends[i].initiator.initiate(ends[i].key.PublicKey(), []wgtypes.PeerConfig{{PublicKey: public, UpdateOnly: true}}, map[wgtypes.Key]bool{public: true}, false)
-			}
-			waittest.Until(t, 4*time.Second, "another session", func() bool {
-				public := ends[0].key.PublicKey()
-				return len(ends[1].initiator.withoutSession([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(public)}, since)) == 0
+			synctest.Test(t, func(t *testing.T) {
+				ends := newEnds(t, key(8), key(16))
+				for i := range ends {
+					ends[i].addPeer(t, ends[1-i], i+1, 0, true)
+				}
+				waittest.Until(t, 4*time.Second, "session", func() bool { return ends[0].hasSession(t, ends[1]) && ends[1].hasSession(t, ends[0]) })
+				<-time.After(4 * latency) // a peer drops handshakes that follow each other too closely
+				since := time.Now()
+				for _, i := range know {
+					public := ends[1-i].key.PublicKey()
+					ends[i].initiator.initiate(ends[i].key.PublicKey(), []wgtypes.PeerConfig{{PublicKey: public, UpdateOnly: true}}, map[wgtypes.Key]bool{public: true}, false)
+				}
+				waittest.Until(t, 4*time.Second, "another session", func() bool {
+					public := ends[0].key.PublicKey()
+					return len(ends[1].initiator.withoutSession([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(public)}, since)) == 0
+				})
 			})
 		})
 	}
