@@ -23,7 +23,7 @@ func TestAddressAndStateChangeWhileStopped(t *testing.T) {
 		"vxlan":                   {backend: "vxlan", script: lost},
 		"reboot, the key is left": {backend: userspace, script: reboot + "find /var/lib/flannel -type f ! -name wgkey -delete", anew: true},
 		"reboot, the key of the operator is left": {
-			backend: userspace, script: reboot + "mv /var/lib/flannel/wgkey /root; " + lost, anew: true, env: []string{"WIREGUARD_KEY_FILE=/root/wgkey"},
+			backend: userspace, script: reboot + "mv /var/lib/flannel/wgkey /var/lib; " + lost, anew: true, env: []string{"WIREGUARD_KEY_FILE=/var/lib/wgkey"},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
