@@ -251,7 +251,8 @@ func Queue(s firewall.Step, first, last int, bypass bool) firewall.Step {
 	text, _ := os.ReadFile("/proc/thread-self/net/netfilter/nfnetlink_queue") // missing if no program has ever read one
 	read := map[string]bool{}
 	for line := range strings.Lines(string(text)) {
-		read[strings.Fields(line)[0]] = true
+		number, _, _ := strings.Cut(strings.TrimSpace(line), " ")
+		read[number] = true
 	}
 	for n := first; n <= last && !bypass; n++ {
 		if !read[strconv.Itoa(n)] {
@@ -500,7 +501,7 @@ func (r registers) fields(register uint32, elements []nftables.SetElement) (fiel
 	fields = [][]byte{}
 	for at, end := word(register), word(register)+words(length); at < end; {
 		field := r[at]
-		if field == nil {
+		if len(field) == 0 {
 			return nil
 		}
 		fields = append(fields, field)
