@@ -62,52 +62,45 @@ func newInitiator(ctx context.Context, dev *wgdevice.Device) *initiator {
 	return i
 }
 
-// never is the time of the last handshake with a peer without one.
-var never = time.Unix(0, 0)
-
 // initiate must be called after every change of the device's peers. own is the device's public key.
 // fresh is set if the peers may have sessions with an earlier device. The peers in replaced may have another
 // device than before. A session with the former one would only end after 15 s without an answer.
 func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig, replaced map[wgtypes.Key]bool, fresh bool) {
-	now := time.Now()
-	var first, second, firstAgain, secondAgain []wgdevice.NoisePublicKey
+	var added, again []wgdevice.NoisePublicKey
 	for _, p := range peers {
 		key := wgdevice.NoisePublicKey(p.PublicKey)
-		smaller := bytes.Compare(own[:], key[:]) < 0
 		switch {
-		case replaced[p.PublicKey] && smaller:
-			firstAgain = append(firstAgain, key)
-			i.startHandshake(key, true)
-			continue
 		case replaced[p.PublicKey]:
-			secondAgain = append(secondAgain, key)
-			continue
-		case p.UpdateOnly:
-			continue // not new
-		case smaller:
+			again = append(again, key)
+		case !p.UpdateOnly:
+			added = append(added, key)
+		}
+	}
+	i.begin(own, added, fresh, time.Time{})
+	i.begin(own, again, false, time.Now())
+}
+
+// begin starts handshakes with these peers. Sessions do not count that did not begin after since.
+func (i *initiator) begin(own wgtypes.Key, peers []wgdevice.NoisePublicKey, fresh bool, since time.Time) {
+	again := !since.IsZero()
+	var first, second []wgdevice.NoisePublicKey
+	for _, key := range peers {
+		smaller := bytes.Compare(own[:], key[:]) < 0
+		if smaller {
 			first = append(first, key)
-		case !fresh:
+		} else if !fresh {
 			second = append(second, key)
 		}
 		if smaller || fresh {
-			i.startHandshake(key, false)
+			i.startHandshake(key, again)
 		}
 	}
-	for _, r := range []struct {
-		peers []wgdevice.NoisePublicKey
-		times int
-		pause time.Duration
-		again bool
-		since time.Time
-	}{
-		{first, handshakeAttempts - 1, retryPause, true, never},
-		{second, 1, turnPause, false, never},
-		{firstAgain, handshakeAttempts - 1, retryPause, true, now},
-		{secondAgain, 1, turnPause, true, now},
-	} {
-		if len(r.peers) > 0 {
-			i.tasks.Go(func() { i.retry(r.peers, r.times, r.pause, r.again, r.since) })
-		}
+
+	if len(first) > 0 {
+		i.tasks.Go(func() { i.retry(first, handshakeAttempts-1, retryPause, true, since) })
+	}
+	if len(second) > 0 {
+		i.tasks.Go(func() { i.retry(second, 1, turnPause, again, since) })
 	}
 }
 
@@ -165,15 +158,14 @@ func (i *initiator) withoutSession(peers []wgdevice.NoisePublicKey, since time.T
 	of := ""
 	var seconds int64
 	for line := range strings.Lines(state) {
-		name, value, _ := strings.Cut(strings.TrimSpace(line), "=")
-		number, _ := strconv.ParseInt(value, 10, 64)
-		switch name {
+		switch name, value, _ := strings.Cut(strings.TrimSpace(line), "="); name {
 		case "public_key":
 			of = value
-		case "last_handshake_time_sec":
-			seconds = number
+		case "last_handshake_time_sec": // 0 without a handshake
+			seconds, _ = strconv.ParseInt(value, 10, 64)
 		case "last_handshake_time_nsec":
-			had[of] = time.Unix(seconds, number).After(since)
+			fraction, _ := strconv.ParseInt(value, 10, 64)
+			had[of] = seconds > 0 && time.Unix(seconds, fraction).After(since)
 		}
 	}
 	return slices.DeleteFunc(peers, func(k wgdevice.NoisePublicKey) bool { return had[hex.EncodeToString(k[:])] })

@@ -78,7 +78,7 @@ func (e end) addPeer(t *testing.T, other end, port, keepalive int, fresh bool) {
 
 func (e end) hasSession(t *testing.T, other end) bool {
 	t.Helper()
-	return len(e.initiator.withoutSession([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(other.key.PublicKey())}, never)) == 0
+	return len(e.initiator.withoutSession([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(other.key.PublicKey())}, time.Time{})) == 0
 }
 
 // TestInitiate checks that two hosts that add each other, at the same time or one after the
@@ -173,7 +173,7 @@ func TestRetryLeavesNewSessions(t *testing.T) {
 			}
 			public = other.PublicKey()
 			waittest.Until(t, 10*time.Second, "session with the other host", func() bool {
-				return len(i.withoutSession([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(public)}, never)) == 0
+				return len(i.withoutSession([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(public)}, time.Time{})) == 0
 			})
 		}
 	}
@@ -197,7 +197,7 @@ func TestRetryLeavesNewSessions(t *testing.T) {
 		t.Fatal(err)
 	}
 	peers := []wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(silent), wgdevice.NoisePublicKey(public)}
-	i.retry(peers, handshakeAttempts-1, retryPause, true, never)
+	i.retry(peers, handshakeAttempts-1, retryPause, true, time.Time{})
 	if n := handshakes.Load(); n > 0 || !began.Load() {
 		t.Errorf("%d handshakes with a host that had just begun a session, want none", n)
 	}
