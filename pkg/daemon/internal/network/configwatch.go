@@ -189,17 +189,17 @@ func (w *configWatch) read(ctx context.Context, text []byte) reading {
 // effect if the store has another configuration by now. It logs only the first reason for cfg, because the text of a
 // reason may contain addresses that change all the time.
 func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) {
-	w.fail(ctx, cfg, oneline.Text(why), 0)
+	w.fail(ctx, cfg, oneline.Text(why), false)
 }
 
 // giveUp is refuse for a configuration whose backend has not started. Until the end of a pause next does not return it.
 func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) {
-	w.fail(ctx, cfg, oneline.Text(why), leastPause)
+	w.fail(ctx, cfg, oneline.Text(why), true)
 }
 
-// fail records and logs why the network cannot use cfg, unless the store has another configuration by now. least is
-// the pause after the first attempt in a row; zero if cfg may be tried at once.
-func (w *configWatch) fail(ctx context.Context, cfg subnet.Config, why string, least time.Duration) {
+// fail records and logs why the network cannot use cfg, unless the store has another configuration by now. rests is set
+// if cfg must not be tried at once.
+func (w *configWatch) fail(ctx context.Context, cfg subnet.Config, why string, rests bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.stored == (reading{}) { // cfg was read at the start, and no watch has reported yet
@@ -208,19 +208,18 @@ func (w *configWatch) fail(ctx context.Context, cfg subnet.Config, why string, l
 	if !w.stores(cfg) {
 		return
 	}
-	if !w.follow && len(w.differs()) > 0 { // only a step gets another attempt, and this is no reason to exit either
-		least = math.MaxInt64
-	}
+
 	refused := w.unusable()
-	if least > 0 {
-		w.failed.pause = max(min(2*w.failed.pause, mostPause), least)
+	switch {
+	case !w.follow && len(w.differs()) > 0: // only a step gets another attempt, and this is no reason to exit either
+		w.failed.until = time.Now().Add(math.MaxInt64)
+	case rests:
+		w.failed.pause = min(max(2*w.failed.pause, leastPause), mostPause)
 		w.failed.until = time.Now().Add(w.failed.pause)
-	}
-	if least > 0 && w.follow {
 		why += fmt.Sprintf(" (tried again after %s)", w.failed.pause)
 	}
 	w.failed.why = why
-	if refused == "" || least > 0 {
+	if refused == "" || w.rests() > 0 {
 		w.logRefusal(ctx, refused)
 	}
 }
