@@ -133,9 +133,9 @@ func (t *Tuner) Rest(ctx context.Context, started <-chan struct{}, written func(
 	return nil
 }
 
-// Spent returns the CPU time that the process has used. Elapsed time would also contain the work of other programs on a
+// cpuTime returns the CPU time that the process has used. Elapsed time would also contain the work of other programs on a
 // busy host.
-func Spent() time.Duration {
+func cpuTime() time.Duration {
 	var u unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
 		return 0
@@ -147,6 +147,6 @@ func Spent() time.Duration {
 // has used, or the elapsed time if that is less, because other goroutines on other CPUs have worked as well.
 func Cost() func() time.Duration {
 	begin := time.Now()
-	spent := Spent()
-	return func() time.Duration { return min(time.Since(begin), Spent()-spent) }
+	before := cpuTime()
+	return func() time.Duration { return min(time.Since(begin), cpuTime()-before) }
 }

@@ -37,9 +37,9 @@ func (o Options) gather(ctx context.Context, rest time.Duration) gathered {
 // callers share reads, and the time between two of them is at least rest.
 func (o Options) shared(ctx context.Context, rest time.Duration) gathered {
 	read := func(ctx context.Context) gathered {
-		start := tune.Spent()
+		cost := tune.Cost()
 		f, err := o.read(ctx)
-		return gathered{f, err, tune.Spent() - start}
+		return gathered{f, err, cost()}
 	}
 	key := fmt.Sprint(o.Families, o.asksForInterface(), rest)
 	batch, _ := cmp.Or(o.Reader, &Reader{}).facts.LoadOrStore(key, &wait.Batch[gathered]{Rest: rest})

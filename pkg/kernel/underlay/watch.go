@@ -63,12 +63,12 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 
 		facts := read.facts
 		err := read.err
-		start := tune.Spent()
+		judged := tune.Cost()
 		var c choice
 		if err == nil {
 			c, err = choose(facts, o)
 		}
-		cost := read.cost + tune.Spent() - start
+		cost := read.cost + judged()
 
 		before := f.now
 		moved, again := f.consider(ctx, observation{time.Now(), c.Interface, err, facts.isDown(f.now.Name), facts.cannotSend(f.now) == nil})
