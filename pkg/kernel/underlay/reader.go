@@ -55,8 +55,9 @@ func subscribe(o Options, wake func()) (stop func(), err error) {
 	if err != nil {
 		return nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
 	}
-	if o.CanReach == "" {
-		if err := onlyDefaults(s.GetFd()); err != nil {
+	if o.CanReach == "" { // default routes are sufficient
+		const lengthOfPrefix = 1
+		if err := FilterRoutes(s.GetFd(), lengthOfPrefix, true, 0); err != nil {
 			s.Close()
 			return nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
 		}
@@ -70,17 +71,23 @@ func subscribe(o Options, wake func()) (stop func(), err error) {
 	return func() { s.Close(); <-done }, nil
 }
 
-// onlyDefaults makes the socket drop the notifications of routes that are not default routes. There may
-// be thousands, including flanneld's own.
-func onlyDefaults(fd int) error {
-	const offType, offDstLen = 4, unix.SizeofNlMsghdr + 1
+// FilterRoutes makes the kernel drop announcements of routes on a socket of rtnetlink, of which a start of flanneld causes
+// thousands. It keeps those in which the byte of struct rtmsg at offset is value, or if is is not set, those in which it is
+// not.
+func FilterRoutes(fd int, offset uint32, is bool, value uint8) error {
+	const typeOfMessage = 4
 	const load, equal, accept = unix.BPF_LD | unix.BPF_ABS, unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, unix.BPF_RET | unix.BPF_K
+	compare := unix.SockFilter{Code: equal, Jt: 1, K: uint32(value)}
+	if is {
+		compare.Jt = 0
+		compare.Jf = 1
+	}
 	program := []unix.SockFilter{
-		{Code: load | unix.BPF_H, K: offType},
+		{Code: load | unix.BPF_H, K: typeOfMessage},
 		{Code: equal, Jt: 1, K: asLoaded(unix.RTM_NEWROUTE)},
 		{Code: equal, Jf: 2, K: asLoaded(unix.RTM_DELROUTE)},
-		{Code: load | unix.BPF_B, K: offDstLen},
-		{Code: equal, Jf: 1, K: 0},
+		{Code: load | unix.BPF_B, K: unix.SizeofNlMsghdr + offset},
+		compare,
 		{Code: accept, K: math.MaxUint32},
 		{Code: accept, K: 0},
 	}

@@ -22,10 +22,7 @@ import (
 
 // TestKernelAttached checks that filters count only if they have dropped packets, and programs always.
 func TestKernelAttached(t *testing.T) {
-	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
-	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-		t.Fatalf("make a network namespace: %v (this test needs root)", err)
-	}
+	enterNamespace(t)
 	shell(t, "ip link add one type veth peer name two && ip link set one up && ip link set two up && ip addr add 192.0.2.1/24 dev one")
 	expect := func(when string, want ...string) {
 		t.Helper()
@@ -112,6 +109,15 @@ func TestFilterWithAction(t *testing.T) {
 	f := &netlink.MatchAll{FilterAttrs: netlink.FilterAttrs{LinkIndex: 3, Parent: netlink.HANDLE_MIN_EGRESS, Priority: 1}, Actions: []netlink.Action{drop}}
 	if got, want := filter(f, devices{3: "eth0"}), "dev eth0 egress protocol 0x0 priority 1 handle 0x0 matchall action generic shot"; got != want {
 		t.Errorf("%q, want %q", got, want)
+	}
+}
+
+// enterNamespace gives the goroutine of the test a network namespace of its own.
+func enterNamespace(t *testing.T) {
+	t.Helper()
+	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
+	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+		t.Fatalf("make a network namespace: %v (this test needs root)", err)
 	}
 }
 

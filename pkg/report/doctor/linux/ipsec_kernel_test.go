@@ -5,11 +5,8 @@ package linux
 import (
 	"net/netip"
 	"os/exec"
-	"runtime"
 	"slices"
 	"testing"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/report/doctor"
 )
@@ -17,10 +14,7 @@ import (
 // TestKernelPolicies reads policies about prefixes of both families, among them IPv6 prefixes that could be taken for
 // IPv4 ones because only their first bits are set.
 func TestKernelPolicies(t *testing.T) {
-	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
-	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-		t.Fatalf("make a network namespace: %v (this test needs root)", err)
-	}
+	enterNamespace(t)
 	if have, err := policies(); err != nil || len(have) > 0 {
 		t.Fatalf("without a policy: %v, %v", have, err)
 	}

@@ -4,19 +4,13 @@ package linux
 
 import (
 	"net/netip"
-	"runtime"
 	"strings"
 	"testing"
-
-	"golang.org/x/sys/unix"
 )
 
 // TestKernelNeighbour checks that an absent host and a fixed MAC address give different words, and others none.
 func TestKernelNeighbour(t *testing.T) {
-	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
-	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-		t.Fatalf("make a network namespace: %v (this test needs root)", err)
-	}
+	enterNamespace(t)
 	shell(t, `ip link add one type veth peer name two && ip link set one up && ip link set two up && ip addr add 192.0.2.1/24 dev one
 		ip neigh add 192.0.2.2 dev one nud failed; ip neigh add 192.0.2.3 lladdr 02:00:00:00:00:03 dev one nud permanent
 		ip neigh add 192.0.2.4 lladdr 02:00:00:00:00:04 dev one nud reachable; ip neigh add 2001:db8::2 dev one nud failed`)

@@ -5,7 +5,6 @@ package linux
 import (
 	"net/netip"
 	"os"
-	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -22,10 +21,7 @@ import (
 // TestKernelTwins checks that another host with an address of this one is found, and that other interfaces of this host and
 // hosts with other addresses are not.
 func TestKernelTwins(t *testing.T) {
-	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
-	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-		t.Fatalf("make a network namespace: %v (this test needs root)", err)
-	}
+	enterNamespace(t)
 	shell(t, `ip link add eth0 type bridge && ip link set eth0 up && ip addr add 192.0.2.1/24 dev eth0
 		ip link add own type veth peer name own0 && ip link set own up && ip link set own0 master eth0 up
 		ip link add first type veth peer name first0 && ip link set first0 master eth0 up

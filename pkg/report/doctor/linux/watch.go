@@ -4,14 +4,14 @@ package linux
 
 import (
 	"cmp"
-	"encoding/binary"
 	"errors"
 	"fmt"
-	"math"
 	"os"
 	"sync"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/kernel/underlay"
 )
 
 // Watch calls changed after each announcement of what Pods reads: rules for routing tables, routes of other kinds than those
@@ -24,7 +24,8 @@ func Watch(changed func()) (stop func(), err error) {
 	}
 	socket := os.NewFile(uintptr(fd), "netlink")
 	err = unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}) // otherwise nothing is announced to it
-	err = cmp.Or(err, dropUnicastRoutes(fd))
+	const kindOfRoute = 7
+	err = cmp.Or(err, underlay.FilterRoutes(fd, kindOfRoute, false, unix.RTN_UNICAST))
 	for _, group := range []int{
 		unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV6_RULE, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE, unix.RTNLGRP_IPV4_NETCONF, unix.RTNLGRP_IPV6_NETCONF,
 	} {
@@ -49,23 +50,4 @@ func Watch(changed func()) (stop func(), err error) {
 		_ = socket.Close()
 		wg.Wait()
 	}, nil
-}
-
-// dropUnicastRoutes makes the kernel drop announcements of routes such as those to peers, of which a start makes thousands.
-func dropUnicastRoutes(fd int) error {
-	const typeOfMessage, typeOfRoute = 4, unix.SizeofNlMsghdr + 7
-	asLoaded := func(typ uint16) uint32 { // filters read all numbers as big-endian
-		return uint32(binary.BigEndian.Uint16(binary.NativeEndian.AppendUint16(nil, typ)))
-	}
-	const load, equal, accept = unix.BPF_LD | unix.BPF_ABS, unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, unix.BPF_RET | unix.BPF_K
-	program := []unix.SockFilter{
-		{Code: load | unix.BPF_H, K: typeOfMessage},
-		{Code: equal, Jt: 1, K: asLoaded(unix.RTM_NEWROUTE)},
-		{Code: equal, Jf: 2, K: asLoaded(unix.RTM_DELROUTE)},
-		{Code: load | unix.BPF_B, K: typeOfRoute},
-		{Code: equal, Jt: 1, K: unix.RTN_UNICAST},
-		{Code: accept, K: math.MaxUint32},
-		{Code: accept, K: 0},
-	}
-	return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]})
 }

@@ -3,21 +3,15 @@
 package linux
 
 import (
-	"runtime"
 	"testing"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/base/wait/waittest"
 )
 
 // TestKernelWatch checks which changes are announced: those that flanneld does not undo, and not those of routes like its own.
 func TestKernelWatch(t *testing.T) {
-	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
-	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-		t.Fatalf("make a network namespace: %v (this test needs root)", err)
-	}
+	enterNamespace(t)
 	shell(t, "ip link set lo up; ip link add eth0 type veth peer name eth1; ip link set eth1 up; ip link set eth0 up")
 	changed := make(chan struct{}, 100)
 	stop, err := Watch(func() { changed <- struct{}{} })

@@ -4,7 +4,6 @@ package linux
 
 import (
 	"net/netip"
-	"runtime"
 	"slices"
 	"testing"
 
@@ -16,10 +15,7 @@ import (
 
 // TestKernelWays asks for the routes between a pod and the subnet of a peer, of which another route takes a part.
 func TestKernelWays(t *testing.T) {
-	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
-	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-		t.Fatalf("make a network namespace: %v (this test needs root)", err)
-	}
+	enterNamespace(t)
 	shell(t, `ip link add flannel.1 type veth peer name other && ip link set flannel.1 up && ip link set other up
 		ip link add cni0 type bridge && ip link add pod type veth peer name inside && ip link set pod master cni0
 		ip link set cni0 up && ip link set pod up && ip link set inside up
