@@ -129,7 +129,8 @@ func CutOff(h Facts) (findings []Finding) {
 		return inPlace[w.Subnet] && (w.Route.Table == tableLocal || w.Route.Err != nil && !w.Back)
 	}
 	found := func(f Finding) {
-		if f.Serious && (f.Word != "route" || slices.ContainsFunc(h.Ways, func(w Way) bool { return lasts(w) && slices.Contains(f.Subnets, w.Subnet) })) {
+		remains := f.Word != "route" || slices.ContainsFunc(h.Ways, func(w Way) bool { return lasts(w) && slices.Contains(f.Subnets, w.Subnet) })
+		if f.Serious && remains {
 			findings = append(findings, f)
 		}
 	}

@@ -50,7 +50,6 @@ func (h Facts) blocks(found finder) {
 		if b.Redirects {
 			verb = "redirect"
 		}
-		does := map[bool]string{false: verb + "s", true: "may " + verb}[b.Doubtful]
 
 		program := b.Program
 		fix := h.accept(b)
@@ -62,6 +61,10 @@ func (h Facts) blocks(found finder) {
 		}
 
 		if b.In != "" && b.Out == "" && b.Protocol == firewall.TCP {
+			does := verb + "s"
+			if b.Doubtful {
+				does = "may " + verb
+			}
 			found(note(fmt.Sprintf("%s %s TCP packets of other hosts to %s in chain %s of table %s: %s: "+
 				"flannelctl check there cannot tell whether the path works, although pods are reached",
 				program, does, b.Dst, b.Chain, b.Table, b.Rule), fix))

@@ -85,7 +85,7 @@ func (l listener) lost() bool {
 // Accept implements net.Listener.
 func (l listener) Accept() (net.Conn, error) {
 	for {
-		_ = l.SetDeadline(time.Now().Truncate(socketCheck).Add(socketCheck)) // it fails as Accept does
+		_ = l.SetDeadline(time.Now().Add(wait.UntilNext(socketCheck))) // it fails as Accept does
 		conn, err := l.UnixListener.Accept()
 		if !errors.Is(err, os.ErrDeadlineExceeded) {
 			return conn, err

@@ -139,7 +139,7 @@ func meets(c condition, p firewall.Packet) firewall.Answer {
 	case "--tcp-flags": // of the first packet: SYN
 		mask, flags, _ := strings.Cut(c.value, " ")
 		has := mask == "ALL" || slices.Contains(strings.Split(mask, ","), "SYN")
-		return is(flags == map[bool]string{false: "NONE", true: "SYN"}[has])
+		return is(has && flags == "SYN" || !has && flags == "NONE")
 	case "--pkt-type":
 		return is(c.value == "unicast")
 	case "-f", "--rt-type", "--physdev-is-bridged": // it is neither a later fragment nor has a routing header, and it is routed

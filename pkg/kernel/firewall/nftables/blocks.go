@@ -358,7 +358,10 @@ func (f follower) step(r *nftables.Rule) (s firewall.Step, err error) {
 			return s, nil
 		}
 		if !known && s.Met != firewall.Seldom {
-			s.Met = map[bool]firewall.Answer{false: firewall.Unknown, true: firewall.Seldom}[seldom]
+			s.Met = firewall.Unknown
+			if seldom {
+				s.Met = firewall.Seldom
+			}
 		}
 	}
 	return s, nil
